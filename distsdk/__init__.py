@@ -1,0 +1,75 @@
+"""distsdk: write a training function as if there were one process; call it, and it trains on N workers.
+
+    from distsdk import distributed
+
+    @distributed(workers=2)
+    def train(model, loader): ...
+
+    result = train(model, loader)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distsdk.backends.local import cool as cool
+    from distsdk.backends.local import pool as pool
+    from distsdk.driver.decorator import Distributed as Distributed
+    from distsdk.driver.decorator import distributed as distributed
+    from distsdk.driver.job import Job as Job
+    from distsdk.driver.preflight import Preflight as Preflight
+    from distsdk.driver.result import RankInfo as RankInfo
+    from distsdk.driver.result import Result as Result
+    from distsdk.driver.result import last_result as last_result
+    from distsdk.errors import AgentLost as AgentLost
+    from distsdk.errors import AgentStartError as AgentStartError
+    from distsdk.errors import BackendUnavailable as BackendUnavailable
+    from distsdk.errors import CheckpointError as CheckpointError
+    from distsdk.errors import DeadlineExceeded as DeadlineExceeded
+    from distsdk.errors import DistError as DistError
+    from distsdk.errors import DivergenceError as DivergenceError
+    from distsdk.errors import RemoteTraceback as RemoteTraceback
+    from distsdk.errors import ShipError as ShipError
+    from distsdk.errors import StopTraining as StopTraining
+    from distsdk.errors import UsageError as UsageError
+    from distsdk.errors import WorkerDied as WorkerDied
+    from distsdk.spec import Options as Options
+    from distsdk.worker.checkpoint import Checkpoint as Checkpoint
+    from distsdk.worker.context import Context as Context
+    from distsdk.worker.context import context as context
+    from distsdk.worker.session import report as report
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "distsdk.driver.decorator": ("distributed", "Distributed"),
+    "distsdk.driver.job": ("Job",),
+    "distsdk.driver.preflight": ("Preflight",),
+    "distsdk.driver.result": ("Result", "RankInfo", "last_result"),
+    "distsdk.backends.local": ("pool", "cool"),
+    "distsdk.spec": ("Options",),
+    "distsdk.worker.session": ("report",),
+    "distsdk.worker.context": ("context", "Context"),
+    "distsdk.worker.checkpoint": ("Checkpoint",),
+    "distsdk.errors": (
+        "DistError", "UsageError", "ShipError", "BackendUnavailable", "AgentStartError", "AgentLost", "WorkerDied",
+        "DivergenceError", "DeadlineExceeded", "CheckpointError", "RemoteTraceback", "StopTraining",
+    ),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when they are first used: workers do not load the driver, drivers do not load torch."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'distsdk' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,169 @@
+"""Two ways to start a worker process, one contract: descriptors in, a pid and later an exit status out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from distsdk.wire.channel import Channel, channel_pair, close_all
+from distsdk.wire.loop import Loop
+from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
+
+OnPid = Callable[[int], None]
+OnGone = Callable[[int], None]
+OnReady = Callable[[str], None]
+
+
+class Starter(Protocol):
+    """Starts worker processes."""
+
+    def when_ready(self, then: OnReady) -> None:
+        """Call `then` with "" when workers can be started, or with the reason why not."""
+
+    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+        """Start one with [control, stdout, stderr], which are closed here.
+
+        `on_gone` gets the exit code (negative: the signal), after everything in the worker's group is dead.
+        """
+
+    def close(self) -> None:
+        """Kill what was started."""
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the process group that a worker leads; harmless when it is gone."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+class ExecStarter:
+    """A new interpreter per worker: slower, and needs nothing of the platform but subprocesses."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+
+    def when_ready(self, then: OnReady) -> None:
+        """At once."""
+        then("")
+
+    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+        """Start ``python -m distsdk.worker.main``."""
+        control, out, err = descriptors
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distsdk.worker.main", str(control), str(os.getpid())],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=[control], start_new_session=True,
+            env={**env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        )  # fmt: skip
+        close_all(descriptors)
+        pidfd = os.pidfd_open(child.pid)
+        self._children[pidfd] = child
+        self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
+        on_pid(child.pid)
+
+    def _reap(self, pidfd: int, on_gone: OnGone) -> None:
+        child = self._children.pop(pidfd)
+        self._loop.unwatch(pidfd)
+        os.close(pidfd)
+        kill_group(child.pid)  # while the pid is still its own
+        on_gone(child.wait())
+
+    def close(self) -> None:
+        """Kill all groups."""
+        for child in self._children.values():
+            kill_group(child.pid)
+
+
+@dataclass
+class _Ticket:
+    on_pid: OnPid
+    on_gone: OnGone
+    pid: int = 0
+
+
+class ForkStarter:
+    """Workers forked from the forkserver, which is started with it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._channel, theirs = channel_pair()
+        self._server = _start_forkserver(theirs)
+        self._waiting: list[OnReady] = []
+        self._answer: str | None = None
+        self._tickets: dict[int, _Ticket] = {}
+        self._num_tickets = 0
+        loop.talk(self._channel, self._on_message, self._on_closed)
+
+    @property
+    def is_alive(self) -> bool:
+        """False when the forkserver is gone."""
+        return self._server.poll() is None
+
+    def when_ready(self, then: OnReady) -> None:
+        """When torch is imported there."""
+        if self._answer is None:
+            self._waiting.append(then)
+        else:
+            then(self._answer)
+
+    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+        """Ask for a fork; the environment is applied by the worker itself."""
+        self._num_tickets += 1
+        self._tickets[self._num_tickets] = _Ticket(on_pid, on_gone)
+        self._channel.send(Fork(self._num_tickets), descriptors)
+        close_all(descriptors)
+
+    def _on_message(self, message: Message, _descriptors: list[int]) -> None:
+        if isinstance(message, Ready):
+            self._tell_ready(message.problem)
+        elif isinstance(message, Forked):
+            ticket = self._tickets[message.ticket]
+            ticket.pid = message.pid
+            ticket.on_pid(message.pid)
+        elif isinstance(message, Reaped):
+            self._tickets.pop(message.ticket).on_gone(message.status)
+
+    def _tell_ready(self, answer: str) -> None:
+        self._answer = answer
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(answer)
+
+    def _on_closed(self) -> None:
+        """The forkserver is gone, and with it its children, by the kernel; their groups are killed here."""
+        status = self._server.wait()
+        self._channel.close()
+        self._tell_ready(f"the process that imports torch ended with exit code {status}")
+        tickets, self._tickets = self._tickets, {}
+        for ticket in tickets.values():
+            if ticket.pid:
+                kill_group(ticket.pid)
+            ticket.on_gone(-signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the forkserver; it kills its children's groups first, and so do we."""
+        for ticket in self._tickets.values():
+            if ticket.pid:
+                kill_group(ticket.pid)
+        self._loop.unwatch(self._channel)
+        self._channel.close()
+        self._server.kill()
+        self._server.wait()
+
+
+def _start_forkserver(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """numpy's OpenBLAS would start threads on import; with one it starts none. Workers get the variable back."""
+    with theirs:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "distsdk.agent.forkserver", str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip

@@ -1,0 +1,204 @@
+"""This machine: one agent process, kept between calls with its forkserver warm. That is the pool.
+
+It costs the driver two descriptors and no thread. It ends with the driver, by `cool`, or when idle for ten minutes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import site
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import distsdk
+from distsdk.agent.devices import count_gpus
+from distsdk.backends.base import AgentHandle, AgentLaunch
+from distsdk.errors import AgentStartError
+from distsdk.spec import NodeInfo
+from distsdk.wire.channel import Channel, ChannelClosed, channel_pair
+from distsdk.wire.messages import Open
+
+READ_AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")
+"""Prefixes of variables that Python, torch and their libraries read when they are loaded, once and for all."""
+TAIL_BYTES = 4000
+
+
+class LocalBackend:
+    """Workers on this machine."""
+
+    name = "local"
+
+    def unavailable_reason(self) -> str:
+        """Linux only, and an interpreter that can be started again."""
+        if sys.platform != "linux":
+            return f"it was made and tried on Linux, this is {sys.platform}"
+        return "" if sys.executable else "sys.executable is empty: the interpreter cannot be started again"
+
+    def nodes(self, env: Mapping[str, str]) -> list[NodeInfo]:
+        """This machine."""
+        return [NodeInfo(socket.gethostname(), len(os.sched_getaffinity(0)), count_gpus(env))]
+
+    def start(self, launch: AgentLaunch, num_nodes: int) -> list[AgentHandle]:
+        """A run on the warm agent, or on a new one."""
+        assert num_nodes == 1, "there is one local machine"
+        key = _import_key(launch.env)
+        for _ in range(2):  # the agent may have retired just now
+            agent = _pool.agent(key, launch.env)
+            try:
+                return [LocalAgentHandle(agent, launch.start)]
+            except ChannelClosed:
+                _pool.discard(agent)
+        raise AgentStartError(f"the local agent ends as soon as it is started. It printed: {agent.tail() or 'nothing'}")
+
+
+def _import_key(env: Mapping[str, str]) -> tuple[str, ...]:
+    return (sys.executable, *sorted(f"{k}={v}" for k, v in env.items() if k.startswith(READ_AT_IMPORT)))
+
+
+class _Agent:
+    """An agent process and the pool's channel to it."""
+
+    def __init__(self, key: tuple[str, ...], env: Mapping[str, str]) -> None:
+        self.key = key
+        self.num_runs = 0
+        self.channel, theirs = channel_pair()
+        self._stderr = os.memfd_create("distsdk-agent-stderr", os.MFD_CLOEXEC)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "distsdk.agent", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=self._stderr, stderr=self._stderr, pass_fds=[theirs.fileno()],
+                start_new_session=True, env={**env, **_path_to_ourselves(env)}, cwd="/",
+            )  # fmt: skip
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        size = os.fstat(self._stderr).st_size
+        return os.pread(self._stderr, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ask it to end, by closing the channel, and collect it."""
+        self.channel.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._stderr)
+
+    def forget(self) -> None:
+        """In a forked child: drop our copies of its descriptors, leave the process alone."""
+        self.channel.close()
+        os.close(self._stderr)
+        self.process.returncode = 0  # it is the parent's child: never wait for it here
+
+
+def _path_to_ourselves(env: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH under which the agent finds this very package, when it is not an installed one."""
+    parent = str(Path(distsdk.__file__).parent.parent)
+    if parent in map(os.path.abspath, [*site.getsitepackages(), site.getusersitepackages()]):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [parent, env.get("PYTHONPATH", "")]))}
+
+
+class LocalAgentHandle:
+    """One run on a local agent."""
+
+    def __init__(self, agent: _Agent, start: str) -> None:
+        self._agent = agent
+        self.channel, theirs = channel_pair()
+        with theirs:
+            try:
+                agent.channel.send(Open(start), [theirs.fileno()])
+            except ChannelClosed:
+                self.channel.close()
+                raise
+        _pool.count(agent, +1)
+        self._is_open = True
+
+    def poll(self) -> int | None:
+        """Exit code of the agent's process, None while it runs."""
+        return self._agent.process.poll()
+
+    def stop(self, grace_s: float) -> None:
+        """Close the run's channel: the agent kills what is left of it."""
+        if self._is_open:
+            self._is_open = False
+            self.channel.close()
+            _pool.count(self._agent, -1)
+
+    def tail(self) -> str:
+        """The end of what the agent printed."""
+        return self._agent.tail()
+
+
+class _Pool:
+    """The agents of this process: one warm, besides those that still have a run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agents: list[_Agent] = []
+
+    def agent(self, key: tuple[str, ...], env: Mapping[str, str]) -> _Agent:
+        """The warm agent for `key`, or a new one; idle ones for other keys end."""
+        with self._lock:
+            for agent in list(self._agents):
+                is_dead = agent.process.poll() is not None
+                if is_dead or (agent.key != key and not agent.num_runs):
+                    self._agents.remove(agent)
+                    agent.close()
+            for agent in self._agents:
+                if agent.key == key:
+                    return agent
+            self._agents.append(_Agent(key, env))
+            return self._agents[-1]
+
+    def discard(self, agent: _Agent) -> None:
+        """`agent` is of no use any more."""
+        with self._lock:
+            if agent in self._agents:
+                self._agents.remove(agent)
+                agent.close()
+
+    def count(self, agent: _Agent, change: int) -> None:
+        """A run begins (+1) or ends (-1) on `agent`."""
+        with self._lock:
+            agent.num_runs += change
+
+    def pids(self) -> list[int]:
+        """Processes of the agents that live."""
+        with self._lock:
+            return [agent.process.pid for agent in self._agents if agent.process.poll() is None]
+
+    def empty(self) -> None:
+        """End all agents."""
+        with self._lock:
+            agents, self._agents = self._agents, []
+        for agent in agents:
+            agent.close()
+
+    def forget(self) -> None:
+        """In a forked child of the driver: the pool is the parent's."""
+        self._lock = threading.Lock()
+        agents, self._agents = self._agents, []
+        for agent in agents:
+            agent.forget()
+
+
+_pool = _Pool()
+atexit.register(_pool.empty)
+os.register_at_fork(after_in_child=_pool.forget)
+
+
+def pool() -> list[int]:
+    """Process ids of the warm agents of this process; each has one child, the forkserver with torch imported."""
+    return _pool.pids()
+
+
+def cool() -> None:
+    """End the warm processes; the next call starts them again (about the time of importing torch)."""
+    _pool.empty()

@@ -1,0 +1,158 @@
+"""One call made ready in the caller's thread: everything that can be refused is refused here, before anything starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distsdk.backends.base import Backend
+from distsdk.backends.registry import backend_for
+from distsdk.driver.shipping import name_of, ship
+from distsdk.driver.topology import choose_workers, num_threads, places
+from distsdk.errors import UsageError
+from distsdk.spec import NodeInfo, Options, WorkerSpec
+from distsdk.storage.commit import write_json
+from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.trackers.base import check_trackers
+from distsdk.wire.messages import Parcel
+from distsdk.worker.context import is_inside
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will use; decided without starting anything."""
+
+    name: str
+    backend: Backend
+    nodes: list[NodeInfo]
+    num_workers: int
+    device: str
+    env: dict[str, str]
+    """The complete environment of the workers."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is ready to run."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    options: Options
+    plan: Plan
+    run_id: str
+    seed: int
+    folder: RunFolder
+    parcel: Parcel
+    descriptors: list[int]
+    home: Mapping[int, Any]
+
+
+def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
+    """Decide what a call will use. Raises UsageError and BackendUnavailable."""
+    if is_inside():
+        raise UsageError(
+            f"{name_of(fn)} was called inside a worker: a distributed function cannot start another one there. Call "
+            "its bare function, `.fn(...)`, or start it from the driver."
+        )
+    check_trackers(options.trackers)
+    backend = backend_for(options.backend)
+    env = {**os.environ, **options.env}
+    nodes = backend.nodes(env)
+    num_workers, device = choose_workers(options.workers, options.gpu, nodes)
+    return Plan(options.name or name_of(fn), backend, nodes, num_workers, device, env)
+
+
+def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Call:
+    """Check, pack and make the run folder. Raises UsageError, BackendUnavailable and ShipError."""
+    plan = plan_call(fn, options)
+    parcel, descriptors, home = ship(fn, args, kwargs)
+    try:
+        run_id = new_run_id()
+        folder = create_run_folder(options.run_dir, plan.name, run_id)
+        seed = secrets.randbits(32) if options.seed is None else options.seed
+        write_json(folder.run_file, run_record(plan, options, run_id, seed))
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home)
+
+
+def run_record(plan: Plan, options: Options, run_id: str, seed: int) -> dict[str, Any]:
+    """What ``run.json`` says."""
+    shown = {**asdict(options), "env": sorted(options.env), "backend": plan.backend.name}  # values of env may be secret
+    return {
+        "name": plan.name,
+        "run_id": run_id,
+        "seed": seed,
+        "workers": plan.num_workers,
+        "device": plan.device,
+        "options": shown,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters to a run, without importing it."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("distsdk", "torch", "cloudpickle", "multiprocess"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
+    """The specs of all ranks on the one node there is."""
+    main = sys.modules.get("__main__")
+    main_spec = getattr(main, "__spec__", None)
+    return [
+        WorkerSpec(
+            place=place,
+            attempt=0,
+            run_id=call.run_id,
+            run_dir=str(call.folder.path),
+            seed=call.seed,
+            wrap=call.options.wrap,
+            device=call.plan.device,
+            store_port=0,
+            num_threads=num_threads(cpus, place.local_world_size, call.plan.env.get("OMP_NUM_THREADS")),
+            env={**call.plan.env, **_gpu_environment(call.plan, place.local_rank)},
+            cwd=_folder(),
+            sys_path=[entry for entry in sys.path if isinstance(entry, str)],
+            argv=list(sys.argv),
+            main_file=_existing(getattr(main, "__file__", None)),
+            main_name=getattr(main_spec, "name", None),
+            ddp=dict(call.options.ddp),
+        )
+        for place in places([call.plan.num_workers])[0]
+    ]
+
+
+def _gpu_environment(plan: Plan, local_rank: int) -> dict[str, str]:
+    """Each worker sees its own GPU only: set before CUDA starts, it also spares the start-up of the others."""
+    if plan.device == "cpu":
+        return {}
+    visible = plan.env.get("CUDA_VISIBLE_DEVICES")
+    device = visible.split(",")[local_rank].strip() if visible else str(local_rank)
+    return {"CUDA_VISIBLE_DEVICES": device}
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return "/"
+
+
+def _existing(file: Any) -> str | None:
+    """The main script, for loader processes that start it again; None where there is none (a notebook, stdin)."""
+    return os.path.abspath(file) if isinstance(file, str) and Path(file).is_file() else None

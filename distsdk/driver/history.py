@@ -1,0 +1,102 @@
+"""Metrics of all ranks folded by name and step, whatever the order in which they come. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from distsdk.wire.messages import Reported
+
+SILENT_STEPS = 3
+"""A rank that has reported nothing is not waited for once another one has reported this many steps (ranks that train
+together are at most a step apart, so it probably never reports)."""
+
+Row = dict[str, float]
+"""One step: ``{"step": 3, "loss": 0.5, ...}``."""
+
+
+@dataclass
+class _Cell:
+    """The values of one name at one step, by rank; a rank that reports twice for a step counts with both."""
+
+    fold: str = "mean"
+    values: list[tuple[int, float, float]] = field(default_factory=list)
+    """(rank, value, weight)"""
+
+    def folded(self) -> float:
+        return FOLDS[self.fold](self.values)
+
+
+def _mean(values: list[tuple[int, float, float]]) -> float:
+    if len(values) == 1:
+        return values[0][1]
+    total = math.fsum(weight for _, _, weight in values)
+    weighted = [value * weight for _, value, weight in values]
+    return (math.fsum(weighted) if all(map(math.isfinite, weighted)) else sum(weighted)) / total
+
+
+FOLDS: dict[str, Callable[[list[tuple[int, float, float]]], float]] = {
+    "mean": _mean,
+    "sum": lambda values: sum(value for _, value, _ in values),
+    "min": lambda values: _worst(min, values),
+    "max": lambda values: _worst(max, values),
+    "last": lambda values: max(reversed(values), key=lambda item: item[0])[1],
+}
+"""Fold by name; the mean is weighted. A nan makes the fold nan."""
+
+
+def _worst(pick: Callable[..., float], values: list[tuple[int, float, float]]) -> float:
+    numbers = [value for _, value, _ in values]
+    return math.nan if any(map(math.isnan, numbers)) else pick(numbers)
+
+
+class History:
+    """All that was reported, folded on demand."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._steps: dict[int, dict[str, _Cell]] = {}
+        self._last_step: dict[int, int] = {}
+        self._settled: set[int] = set()
+        self._latest: dict[str, tuple[int, _Cell]] = {}
+        self.last_by_rank: dict[int, Row] = {}
+        """The last value of each name that each rank reported."""
+
+    def add(self, report: Reported) -> None:
+        """Take in one report."""
+        step = self._steps.setdefault(report.step, {})
+        self._settled.discard(report.step)
+        for name, value in report.metrics.items():
+            cell = step.setdefault(name, _Cell(report.reduce.get(name, "mean")))
+            cell.values.append((report.rank, value, report.weight))
+            if name not in self._latest or self._latest[name][0] <= report.step:
+                self._latest[name] = (report.step, cell)
+        self.last_by_rank.setdefault(report.rank, {}).update(report.metrics)
+        self._last_step[report.rank] = max(report.step, self._last_step.get(report.rank, 0))
+
+    def finish_rank(self, rank: int) -> None:
+        """`rank` will report nothing more."""
+        self._last_step[rank] = 1 << 62
+
+    def newly_settled(self) -> Iterator[Row]:
+        """Rows that no rank is expected to add to: all ranks are at a later step. Each once, in order of step; again
+        if a rank adds to it all the same."""
+        if len(self._last_step) < self._num_ranks and len(self._steps) < SILENT_STEPS:
+            return
+        slowest = min(self._last_step.values(), default=0)
+        for step in sorted(step for step in self._steps if step < slowest and step not in self._settled):
+            self._settled.add(step)
+            if self._steps[step]:
+                yield self._row(step)
+
+    def rows(self) -> list[Row]:
+        """One row a step, in order of step, with every metric."""
+        return [self._row(step) for step in sorted(self._steps) if self._steps[step]]
+
+    def _row(self, step: int) -> Row:
+        return {"step": step, **{name: cell.folded() for name, cell in self._steps[step].items()}}
+
+    def latest(self) -> Row:
+        """The folded value of each name at the last step that had it."""
+        return {name: cell.folded() for name, (_, cell) in self._latest.items()}

@@ -1,0 +1,105 @@
+"""A run as a future: works with ``concurrent.futures.as_completed``, ``wait`` and ``asyncio.wrap_future``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from distsdk.driver.call import Call
+from distsdk.driver.group import StopRequested
+from distsdk.driver.result import Result, remember
+from distsdk.driver.run import Run
+
+R = TypeVar("R")
+GRACE_S = 5.0
+"""A worker that does not reach a step boundary within this time after being asked to stop is killed."""
+
+
+class Job(Future[Result[R]], Generic[R]):
+    """A call under way. ``result()`` gives the Result, or raises what the call would have raised."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.id = call.run_id
+        """Identifier of the run; part of its folder's name."""
+        self.path = str(call.folder.path)
+        """The run folder."""
+        self._folder = call.folder
+        self._run = Run(call)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"distsdk-{self.id}")
+
+    def start(self) -> Job[R]:
+        """Begin (done by ``submit``)."""
+        self._thread.start()
+        return self
+
+    def _live(self) -> None:
+        """The thread of the run."""
+        result, error = None, None
+        try:
+            result = self._run.execute()
+        except BaseException as caught:
+            error = caught
+        remember_ending(result, error)
+        self._over.set()
+        self._settle(result, error)
+
+    def _settle(self, result: Result[R] | None, error: BaseException | None) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled: its waiters know already
+            if error is not None:
+                self.set_exception(error)
+            elif result is not None:
+                self.set_result(result)
+
+    @property
+    def status(self) -> str:
+        """"starting", "running", "completed", "failed", "interrupted" or "cancelled"."""
+        return "cancelled" if self.cancelled() else self._run.status
+
+    def running(self) -> bool:
+        """True from submit to the end."""
+        return not self.done()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Ask to end at the next step boundary, on all ranks at the same step; kill what has not ended after `grace_s`
+        seconds. ``result()`` then gives the partial Result, with status "interrupted". Returns at once."""
+        self._run.request(StopRequested(grace_s))
+
+    def cancel(self) -> bool:
+        """Kill the run, wait until nothing of it is left, and return True; False when it had ended before.
+
+        ``result()`` then raises CancelledError; the partial Result is ``distsdk.last_result()``.
+        """
+        if not super().cancel():
+            return False
+        self._run.request(StopRequested(0))
+        self._over.wait()
+        self.set_running_or_notify_cancel()
+        return True
+
+    def logs(self, rank: int = 0) -> str:
+        """All that `rank` has printed so far, unfinished lines excepted."""
+        file = Path(self._folder.log_file(rank))
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric so far, folded over the ranks."""
+        return self._run.recorder.latest()
+
+    def module_states(self) -> list[dict[str, Any]]:
+        """State of the models among the arguments, as rank 0 had it at the end; [] before, or when the run failed."""
+        return self._run.module_states or []
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.status} in {self.path}>"
+
+
+def remember_ending(result: Result[Any] | None, error: BaseException | None) -> None:
+    """Keep the Result, whole or partial, for ``last_result``."""
+    ended = result or getattr(error, "result", None)
+    if isinstance(ended, Result):
+        remember(ended)

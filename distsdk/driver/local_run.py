@@ -1,0 +1,97 @@
+"""``train.local``: the function in this process, as a world of one, with full context and a Result; pdb works."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distsdk.driver.call import Plan, plan_call, run_record
+from distsdk.driver.display import display_for
+from distsdk.driver.recorder import Recorder
+from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
+from distsdk.driver.run import mean_of_mappings
+from distsdk.spec import Options
+from distsdk.storage.commit import write_json
+from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.wire.culprit import variables_of
+from distsdk.wire.messages import Message, Noted, Reported
+
+
+def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Result[Any]:
+    """Call `fn` here and return its Result. An exception comes as it is, with the partial Result on it.
+
+    Random states are seeded with the run's seed and restored afterwards.
+    """
+    from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
+
+    plan = plan_call(fn, options.changed({"workers": 1, "gpu": False}))
+    run_id, start = new_run_id(), time.monotonic()
+    folder = create_run_folder(options.run_dir, plan.name, run_id)
+    seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
+    record = run_record(plan, options, run_id, seed)
+    write_json(folder.run_file, record)
+    recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1))
+    value, error = None, None
+    try:
+        with kept_streams():
+            seed_everything(seed)
+            value = _called(fn, args, kwargs, options, folder, run_id, seed, recorder)
+    except BaseException as caught:
+        error = caught
+    result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
+    if error is not None:
+        error.result = result  # type: ignore[attr-defined]
+        raise error
+    return result
+
+
+def _called(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options,
+    folder: RunFolder, run_id: str, seed: int, recorder: Recorder,
+) -> Any:  # fmt: skip
+    from distsdk.worker.arguments import modules_in, values_of
+    from distsdk.worker.context import Context
+    from distsdk.worker.equipment import Equipment
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Reported):
+            recorder.on_reported(message)
+        elif isinstance(message, Noted):
+            recorder.on_noted(message)
+
+    equipment = Equipment(Context(run_id=run_id, run_dir=str(folder.path)), seed, options.ddp, on_message)
+    with equipment.in_place(options.wrap):
+        for model in modules_in(*values_of(fn, args, kwargs), variables_of(fn)):  # they were made before we watched
+            for part in model.modules():
+                equipment.discovery.remember(part)
+        value = fn(*args, **kwargs)
+        equipment.finish()
+        return value
+
+
+def _result(
+    plan: Plan, folder: RunFolder, seed: int, recorder: Recorder, value: Any, error: BaseException | None, seconds: float
+) -> Result[Any]:
+    status = "completed" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    recorder.close(status, 1)
+    exit_text = "returned" if error is None else f"raised {type(error).__qualname__}"
+    last = recorder.history.last_by_rank.get(0, {})
+    result: Result[Any] = Result(
+        status=status,
+        path=str(folder.path),
+        values=[value],
+        metrics=recorder.history.latest() or mean_of_mappings([value]),
+        history=HistoryTable(recorder.history.rows()),
+        ranks=[RankInfo(0, socket.gethostname(), os.getpid(), "cpu", exit_text, "", last)],
+        name=plan.name,
+        seed=seed,
+        error=error,
+        timings={"start": 0.0, "run": seconds, "total": seconds},
+        checkpoint_names=recorder.checkpoint_names,
+    )
+    result.save()
+    remember(result)
+    return result

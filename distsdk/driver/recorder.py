@@ -1,0 +1,100 @@
+"""Where a run's numbers go: folded into the history, written to its file and the trackers, shown on the live line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from distsdk.driver.display import Display
+from distsdk.driver.history import History, Row
+from distsdk.storage.commit import committed_file
+from distsdk.storage.folder import RunFolder
+from distsdk.trackers.base import Tracker, tracker_for
+from distsdk.wire.messages import Noted, Reported
+
+
+class Recorder:
+    """One run's history, trackers and display."""
+
+    def __init__(
+        self, folder: RunFolder, name: str, num_ranks: int, trackers: tuple[str, ...], config: Mapping[str, Any], display: Display
+    ) -> None:
+        self.history = History(num_ranks)
+        self.checkpoint_names: list[str] = []
+        self.display = display
+        self._folder, self._name, self._config = folder, name, config
+        self._tracker_names = trackers
+        self._trackers: list[Tracker] = []
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        self._file: Any = None
+
+    def on_reported(self, report: Reported) -> None:
+        """A rank reported."""
+        with self._lock:
+            self.history.add(report)
+        if report.checkpoint:
+            self._on_checkpoint(report.checkpoint)
+        if report.metrics:
+            self._write(list(self.history.newly_settled()))
+            self.display.update(report.step, self.latest)
+
+    def _on_checkpoint(self, name: str) -> None:
+        if name in self.checkpoint_names:  # the same step again: it was replaced
+            self.checkpoint_names.remove(name)
+        self.checkpoint_names.append(name)
+        for tracker in self._started_trackers():
+            tracker.log_artifact(self._folder.checkpoints / name)
+
+    def on_noted(self, note: Noted) -> None:
+        """A rank has a sentence for the user; equal ones of several ranks are told once."""
+        if note.text not in self._told:
+            self._told.add(note.text)
+            self.display.note(note.level, note.text)
+
+    def finish_rank(self, rank: int) -> None:
+        """A rank will report nothing more."""
+        self.history.finish_rank(rank)
+        self._write(list(self.history.newly_settled()))
+
+    def latest(self) -> Row:
+        """The last folded value of each metric; from any thread."""
+        with self._lock:
+            return self.history.latest()
+
+    def _write(self, rows: list[Row]) -> None:
+        if rows and self._file is None:
+            self._file = self._folder.history_file.open("a", encoding="utf-8")
+        for row in rows:
+            self._file.write(json.dumps(row) + "\n")
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            for tracker in self._started_trackers():
+                tracker.log(int(row["step"]), metrics)
+        if rows:
+            self._file.flush()
+
+    def _started_trackers(self) -> list[Tracker]:
+        """Trackers are imported and started by the first numbers, not by runs that report none."""
+        if len(self._trackers) < len(self._tracker_names):
+            self._trackers = [tracker_for(name) for name in self._tracker_names]
+            for tracker in self._trackers:
+                tracker.start(self._folder, self._name)
+                tracker.log_config(self._config)
+        return self._trackers
+
+    def close(self, status: str, num_ranks: int) -> None:
+        """The run is over: what is left is written, and the history's file is made whole and in order."""
+        for rank in range(num_ranks):
+            self.history.finish_rank(rank)
+        self._write(list(self.history.newly_settled()))
+        if self._file is not None:
+            self._file.close()
+            with committed_file(self._folder.history_file) as staging:
+                staging.write_text("".join(json.dumps(row) + "\n" for row in self.history.rows()), encoding="utf-8")
+        for tracker in self._trackers:
+            tracker.finish(status)
+        self.display.close()
+
+

@@ -1,0 +1,53 @@
+"""A Result as HTML for notebooks: status, metrics, curves as inline SVG, ranks. No script, no widget."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distsdk.driver.result import Result
+
+WIDTH, HEIGHT = 220, 60
+
+
+def result_html(result: Result[object]) -> str:
+    """The whole of it."""
+    head = f"<b>{html.escape(result.name)}</b> {result.status} on {len(result.ranks)} worker(s), {total(result)} s"
+    curves = "".join(
+        f"<td>{html.escape(name)}<br>{curve(result.history.column(name))}<br>{result.metrics.get(name, math.nan):.4g}</td>"
+        for name in result.history.names()
+    )
+    ranks = "".join(
+        f"<tr><td>{info.rank}</td><td>{html.escape(info.host)}</td><td>{info.device}</td>"
+        f"<td>{html.escape(info.exit)}</td><td><code>{html.escape(info.log_path)}</code></td></tr>"
+        for info in result.ranks
+    )
+    return (
+        f"<div>{head}<table><tr>{curves}</tr></table>"
+        f"<details><summary>ranks</summary><table>{ranks}</table></details>"
+        f"<code>{html.escape(result.path)}</code></div>"
+    )
+
+
+def total(result: Result[object]) -> str:
+    """The run's seconds."""
+    return f"{result.timings.get('total', 0.0):.1f}"
+
+
+def curve(points: list[tuple[int, float]]) -> str:
+    """A line through the finite points."""
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    if not finite:
+        return ""
+    steps, values = [step for step, _ in finite], [value for _, value in finite]
+    x_span, y_span = (max(steps) - min(steps)) or 1, (max(values) - min(values)) or 1
+    path = " ".join(
+        f"{(step - min(steps)) / x_span * WIDTH:.1f},{HEIGHT - (value - min(values)) / y_span * HEIGHT:.1f}"
+        for step, value in finite
+    )
+    return (
+        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="-2 -2 {WIDTH + 4} {HEIGHT + 4}">'
+        f'<polyline fill="none" stroke="currentColor" points="{path}"/></svg>'
+    )

@@ -1,0 +1,232 @@
+"""What a call returns: everything the run gave, in memory and on disk."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from distsdk.driver.history import Row
+from distsdk.driver.report_html import result_html
+from distsdk.errors import CheckpointError
+from distsdk.storage.commit import committed_file, read_json, write_json
+from distsdk.storage.folder import RunFolder
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """How one rank fared."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    exit: str
+    """"returned", "raised ValueError", "exit code 3", "SIGKILL", "stopped" or "stopped by distsdk"."""
+    log_path: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    """This rank's own last value of each metric, before folding."""
+
+
+class HistoryTable(Sequence[Row]):
+    """One row a step, in order, with every metric that was reported for it."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, HistoryTable) else other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"HistoryTable({self._rows!r})"
+
+    def column(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) where the metric was reported."""
+        return [(int(row["step"]), row[name]) for row in self._rows if name in row]
+
+    def names(self) -> list[str]:
+        """All metrics, in order of appearance."""
+        return list(dict.fromkeys(name for row in self._rows for name in row if name != "step"))
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a column ``step`` (needs pandas)."""
+        import pandas
+
+        return pandas.DataFrame(self._rows)
+
+
+@dataclass(frozen=True)
+class Result(Generic[R]):
+    """What a call gave. Printing it, or showing it in a notebook, tells the story."""
+
+    status: str
+    """"completed", "failed" or "interrupted"."""
+    path: str
+    """The run folder."""
+    values: list[R | None]
+    """What each rank returned; None for one that did not return."""
+    metrics: dict[str, float]
+    """The last value of each metric, folded over the ranks; of a function that reported nothing and returned a mapping
+    of numbers, those numbers' means over the ranks."""
+    history: HistoryTable
+    ranks: list[RankInfo]
+    name: str = ""
+    seed: int = 0
+    error: BaseException | None = None
+    attempts: int = 1
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds: ``start`` (call to workers running), ``run``, ``total``."""
+    checkpoint_names: list[str] = field(default_factory=list)
+    """In order of being committed."""
+
+    @property
+    def value(self) -> R | None:
+        """What rank 0 returned."""
+        return self.values[0] if self.values else None
+
+    @property
+    def checkpoints(self) -> list[Any]:
+        """All checkpoints, in order of being committed: `Checkpoint`."""
+        from distsdk.worker.checkpoint import Checkpoint
+
+        folder = RunFolder(Path(self.path)).checkpoints
+        return [Checkpoint(folder / name) for name in self.checkpoint_names]
+
+    @property
+    def checkpoint(self) -> Any:
+        """The last checkpoint (`Checkpoint`), or None."""
+        checkpoints = self.checkpoints
+        return checkpoints[-1] if checkpoints else None
+
+    def load_into(self, model: Any, key: str = "model") -> Any:
+        """Load the last checkpoint's state of `key` into `model`, in place; returns the model.
+
+        Raises CheckpointError when there is no checkpoint or no such key in it.
+        """
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            raise CheckpointError(f"the run in {self.path} saved no checkpoint.")
+        state = checkpoint.load()
+        if key not in state:
+            raise CheckpointError(f"checkpoint {checkpoint.path} has no {key!r}: it has {sorted(state)}.")
+        model.load_state_dict(state[key])
+        return model
+
+    def plot(self, names: Sequence[str] | None = None, ax: Any = None) -> Any:
+        """Draw metrics over steps with matplotlib (extra ``plot``); returns the axes."""
+        import matplotlib.pyplot as plt
+
+        ax = ax or plt.figure().add_subplot()
+        for name in names or self.history.names():
+            points = self.history.column(name)
+            ax.plot([step for step, _ in points], [value for _, value in points], label=name)
+        ax.set_xlabel("step")
+        ax.legend()
+        return ax
+
+    def save(self) -> None:
+        """Write ``result.json`` and the values into the run folder (done at the end of every run)."""
+        folder = RunFolder(Path(self.path))
+        with committed_file(folder.values_file) as staging:
+            staging.write_bytes(_pickled(self.values))
+        write_json(folder.result_file, {
+            "status": self.status,
+            "name": self.name,
+            "seed": self.seed,
+            "metrics": self.metrics,
+            "ranks": [asdict(info) for info in self.ranks],
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "attempts": self.attempts,
+            "timings": self.timings,
+            "checkpoints": self.checkpoint_names,
+        })  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | Path, *, trusted: bool = False) -> Result[Any]:
+        """The result of a run folder.
+
+        `values` are pickled: they are read with trusted=True only (loading them runs code of whoever wrote the
+        folder), else they are None. `error` is a text. Raises CheckpointError when the folder holds no finished run.
+        """
+        folder = RunFolder(Path(path))
+        if not folder.result_file.is_file():
+            raise CheckpointError(f"{folder.path} holds no finished run: there is no {folder.result_file.name} in it.")
+        saved = read_json(folder.result_file)
+        ranks = [RankInfo(**info) for info in saved["ranks"]]
+        return cls(
+            status=saved["status"],
+            path=str(folder.path),
+            values=pickle.loads(folder.values_file.read_bytes()) if trusted else [None] * len(ranks),
+            metrics=saved["metrics"],
+            history=HistoryTable(_read_history(folder)),
+            ranks=ranks,
+            name=saved["name"],
+            seed=saved["seed"],
+            error=None if saved["error"] is None else RuntimeError(saved["error"]),
+            attempts=saved["attempts"],
+            timings=saved["timings"],
+            checkpoint_names=saved["checkpoints"],
+        )
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"<Result {self.status} of {self.name} on {len(self.ranks)} worker(s): {numbers or 'no metrics'}; {self.path}>"
+
+    def _repr_html_(self) -> str:
+        return result_html(self)
+
+    def without_error(self) -> Result[R]:
+        """A copy that does not refer to the exception (which refers to the result)."""
+        return replace(self, error=None)
+
+
+def _pickled(values: list[Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(values))
+    except Exception:  # they came through a pickle, but hold something of this process now
+        return bytes(cloudpickle.dumps([None] * len(values)))
+
+
+def _read_history(folder: RunFolder) -> list[Row]:
+    import json
+
+    if not folder.history_file.is_file():
+        return []
+    lines = folder.history_file.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]  # a driver killed in mid-line leaves a torn one
+
+
+_last: Result[Any] | None = None
+
+
+def last_result() -> Result[Any] | None:
+    """The Result of the last run that ended in this process, failed or not; None before the first."""
+    return _last
+
+
+def remember(result: Result[Any]) -> None:
+    """Make `result` the last one."""
+    global _last
+    _last = result

@@ -1,0 +1,271 @@
+"""The story of one run, in the thread that belongs to it: start the agents, feed the group what happens, do what it
+says, and put together the Result."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from distsdk.backends.base import AgentHandle, AgentLaunch
+from distsdk.driver.call import Call, run_record, worker_specs
+from distsdk.driver.comparison import BUFFER, Comparison
+from distsdk.driver.display import display_for
+from distsdk.driver.failure import add_notes, exception_for, other_failures, short_exit
+from distsdk.driver.group import (
+    After, AgentGone, Command, DeadlinePassed, Diverged, Event, Finish, LaunchWorkers, ReleaseWorkers,
+    StopWorkers, Verdict, WorkerGroup,
+)  # fmt: skip
+from distsdk.driver.logs import Logs
+from distsdk.driver.recorder import Recorder
+from distsdk.driver.result import HistoryTable, RankInfo, Result
+from distsdk.errors import ShipError
+from distsdk.wire.channel import ChannelClosed, close_all
+from distsdk.wire.loop import Loop
+from distsdk.wire.messages import (
+    Ended, Fingerprinted, Launch, Message, Noted, Printed, Raised, Ready, Release, Reported, Returned, Started, Stop,
+)  # fmt: skip
+from distsdk.wire.pickling import at_home, unpack
+
+
+class Run:
+    """One attempt at one call."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.group = WorkerGroup(call.plan.num_workers)
+        self.status = "starting"
+        self.module_states: list[dict[str, Any]] | None = None
+        """Rank 0's state of the models among the arguments."""
+        num_ranks, name = call.plan.num_workers, call.plan.name
+        config = run_record(call.plan, call.options, call.run_id, call.seed)
+        display = display_for(name, num_ranks)
+        self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
+        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear)
+        self._comparison = Comparison(num_ranks)
+        self._loop = Loop()
+        self._handle: AgentHandle | None = None
+        self._values: list[Any] = [None] * num_ranks
+        self._pids: dict[int, int] = {}
+        self._host = ""
+        self._times = {"called": time.monotonic()}
+        self._requests: deque[Event] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+
+    def execute(self) -> Result[Any]:
+        """From start to end. Raises what the caller is to get, with the partial Result on it."""
+        try:
+            self._start_agents()
+            self._loop.run()
+        finally:
+            self._clean_up()
+        result = self._result()
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def _start_agents(self) -> None:
+        call = self.call
+        launch = AgentLaunch(call.run_id, call.options.start, call.plan.env)
+        self._loop.watch(self._wake, self._on_wake)
+        (self._handle,) = call.plan.backend.start(launch, num_nodes=1)
+        self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
+        if call.options.timeout is not None:
+            self._loop.later(call.options.timeout, lambda: self._feed(DeadlinePassed()))
+
+    def request(self, event: Event) -> None:
+        """Feed `event` to the group, from any thread; without effect when the run is over."""
+        with self._wake_lock:
+            if self._wake >= 0:
+                self._requests.append(event)
+                os.eventfd_write(self._wake, 1)
+
+    def _on_wake(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._requests:
+            self._feed(self._requests.popleft())
+
+    def _on_agent_gone(self) -> None:
+        assert self._handle is not None
+        self._feed(AgentGone(self._handle.tail()))
+
+    def _on_message(self, message: Message, descriptors: list[int]) -> None:
+        if isinstance(message, Printed):
+            self._logs.on_printed(message)
+        elif isinstance(message, Reported):
+            self.recorder.on_reported(message)
+        elif isinstance(message, Noted):
+            self.recorder.on_noted(message)
+        elif isinstance(message, Fingerprinted):
+            self._compare(message)
+        else:
+            self._feed(self._looked_at(message, descriptors))
+            return
+        close_all(descriptors)
+
+    def _looked_at(self, message: Message, descriptors: list[int]) -> Message:
+        """Keep what the Result needs of a message that the group decides on."""
+        if isinstance(message, Ready):
+            self._host = message.node.host
+            self.status = "running"
+        elif isinstance(message, Started):
+            self._pids[message.rank] = message.pid
+            self._times["started"] = time.monotonic()
+        elif isinstance(message, Ended):
+            self.recorder.finish_rank(message.rank)
+            if isinstance(message.outcome, Returned):
+                return self._received(message, descriptors)
+        close_all(descriptors)
+        return message
+
+    def _received(self, ended: Ended, descriptors: list[int]) -> Ended:
+        assert isinstance(ended.outcome, Returned)
+        try:
+            with at_home(self.call.home):
+                self._values[ended.rank], states = unpack(ended.outcome.value, descriptors)
+            self.module_states = states if ended.rank == 0 else self.module_states
+            return ended
+        except Exception as error:
+            text = f"the return value of rank {ended.rank} cannot be loaded here: {type(error).__name__}: {error}"
+            return Ended(ended.attempt, ended.rank, Raised(ShipError.__name__, text, "", "", None))
+
+    def _compare(self, message: Fingerprinted) -> None:
+        for sentence in self._comparison.add(message):
+            if not sentence.startswith((f"'{BUFFER}", f'"{BUFFER}')):
+                self._feed(Diverged(f"the replicas have diverged: {sentence}"))
+                return
+            note = f"the replicas' buffers are not equal: {sentence} A forward pass in training mode without a backward does that."
+            self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", note))
+
+    def _feed(self, event: Event) -> None:
+        for command in self.group.on(event):
+            _PERFORM[type(command)](self, command)
+
+    def _launch(self, _command: LaunchWorkers) -> None:
+        call = self.call
+        specs = worker_specs(call, call.plan.nodes[0].cpus)
+        self._tell(Launch(self.group.attempt, specs, call.parcel), call.descriptors)
+
+    def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
+        assert self._handle is not None
+        try:
+            self._handle.channel.send(message, descriptors or ())
+        except ChannelClosed:
+            pass  # the loop is about to say so
+
+    def _release(self, _command: ReleaseWorkers) -> None:
+        self._tell(Release())
+
+    def _stop(self, command: StopWorkers) -> None:
+        self._tell(Stop(command.grace_s))
+
+    def _after(self, command: After) -> None:
+        self._loop.later(command.delay_s, lambda: self._feed(command.event))
+
+    def _finish(self, _command: Finish) -> None:
+        self._loop.stop()
+
+    def _clean_up(self) -> None:
+        if self._handle is not None:
+            self._handle.stop(grace_s=0)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+        self._loop.close()
+        close_all(self.call.descriptors)
+        self._times["ended"] = time.monotonic()
+        self.status = _status_of(self.group.verdict)
+        self._logs.close()
+        self.recorder.close(self.status, self.call.plan.num_workers)
+
+    def _result(self) -> Result[Any]:
+        call, verdict = self.call, self.group.verdict or Verdict("not_started")
+        error = None if self.status == "completed" or verdict.kind == "interrupted" else self._error(verdict)
+        result: Result[Any] = Result(
+            status=self.status,
+            path=str(call.folder.path),
+            values=self._values,
+            metrics=self.recorder.history.latest() or mean_of_mappings(self._values),
+            history=HistoryTable(self.recorder.history.rows()),
+            ranks=[self._rank_info(rank, verdict) for rank in range(call.plan.num_workers)],
+            name=call.plan.name,
+            seed=call.seed,
+            error=error,
+            timings=self._timings(),
+            checkpoint_names=self.recorder.checkpoint_names,
+        )
+        result.save()
+        if error is not None:
+            _attach(error, result)
+        return result
+
+    def _error(self, verdict: Verdict) -> BaseException:
+        outcome = self.group.outcomes.get(verdict.rank)
+        error = exception_for(verdict, self.group.outcomes, self.call.home, self.call.options.timeout)
+        has_rank = verdict.rank >= 0
+        if verdict.kind == "not_started" and self._handle and (printed := self._handle.tail()):
+            error.add_note(f"the agent printed:\n{printed}")
+        add_notes(
+            error,
+            verdict.rank,
+            where=outcome.where if isinstance(outcome, Raised) else "",
+            place=f"node 0, {self._host}; attempt {self.group.attempt}; pid {self._pids.get(verdict.rank, '?')}",
+            others=other_failures(self.group.outcomes, verdict.rank),
+            tail=self._logs.tail(verdict.rank) if has_rank else (),
+            log_path=str(self.call.folder.log_file(verdict.rank) if has_rank else self.call.folder.path),
+        )
+        return error
+
+    def _rank_info(self, rank: int, verdict: Verdict) -> RankInfo:
+        return RankInfo(
+            rank=rank,
+            host=self._host,
+            pid=self._pids.get(rank, 0),
+            device=self.call.plan.device,
+            exit=short_exit(self.group.outcomes.get(rank), verdict.rank == rank),
+            log_path=str(self.call.folder.log_file(rank)),
+            metrics=self.recorder.history.last_by_rank.get(rank, {}),
+        )
+
+    def _timings(self) -> dict[str, float]:
+        called, ended = self._times["called"], self._times["ended"]
+        started = self._times.get("started", ended)
+        return {"start": started - called, "run": ended - started, "total": ended - called}
+
+
+_PERFORM: dict[type[Command], Callable[[Run, Any], None]] = {
+    LaunchWorkers: Run._launch,
+    ReleaseWorkers: Run._release,
+    StopWorkers: Run._stop,
+    After: Run._after,
+    Finish: Run._finish,
+}
+
+
+def _status_of(verdict: Verdict | None) -> str:
+    kind = verdict.kind if verdict else "failed"
+    return kind if kind in ("completed", "interrupted") else "failed"
+
+
+def _attach(error: BaseException, result: Result[Any]) -> None:
+    try:
+        error.result = result  # type: ignore[attr-defined]
+    except AttributeError:  # an exception with __slots__
+        error.add_note("its partial result is distsdk.last_result()")
+
+
+def mean_of_mappings(values: list[Any]) -> dict[str, float]:
+    """The means over the ranks of a returned mapping of numbers; {} for anything else."""
+    mappings = [value for value in values if isinstance(value, dict)]
+    if not mappings or len(mappings) < len(values):
+        return {}
+    columns = {name: [mapping.get(name) for mapping in mappings] for name in mappings[0]}
+    is_number = all(isinstance(n, (int, float)) for column in columns.values() for n in column)
+    is_named = all(isinstance(name, str) for name in columns)
+    return {name: sum(column) / len(column) for name, column in columns.items()} if is_number and is_named else {}
+
+

@@ -1,0 +1,179 @@
+"""What a run is asked to be, in plain frozen data. Standard library only: every process may import it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
+
+from distsdk.errors import UsageError
+
+LOG_CHOICES = ("rank0", "all", "none")
+START_CHOICES = ("auto", "fork", "exec")
+
+
+class OptionDict(TypedDict, total=False):
+    """The options of ``distributed`` and ``with_options``, for type checkers. Meanings: `Options`."""
+
+    workers: int | str
+    gpu: bool | str
+    backend: Any
+    wrap: bool
+    ddp: Mapping[str, Any]
+    seed: int | None
+    timeout: float | None
+    run_dir: str | None
+    name: str | None
+    env: Mapping[str, str]
+    start: str
+    logs: str
+    trackers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one decorated function, validated on construction.
+
+    Raises UsageError for a value that is not allowed.
+    """
+
+    workers: int | str = "auto"
+    """Number of worker processes, at least 1; "auto": the number of GPUs, else 1."""
+    gpu: bool | str = "auto"
+    """True: one GPU per worker or an error; False: CPU; "auto": GPUs if there are enough for all workers."""
+    backend: Any = "local"
+    """Who gives us nodes: a name, or a Backend instance."""
+    wrap: bool = True
+    """Synchronise models and shard loaders without a code change."""
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for DistributedDataParallel: bucket_cap_mb, gradient_as_bucket_view."""
+    seed: int | None = None
+    """Seed of the run, 0 to 2**63 - 1; None: drawn, and recorded in the Result."""
+    timeout: float | None = None
+    """Seconds that the whole call may take; None: no limit."""
+    run_dir: str | None = None
+    """The run folder, made new; None: ``./distsdk_runs/<name>-<time>-<id>``."""
+    name: str | None = None
+    """Name of the run in folder and display; None: the function's name."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables for the workers, on top of the driver's environment."""
+    start: str = "auto"
+    """How workers start: "fork" from a process with torch imported, "exec" a new interpreter, "auto": fork where safe."""
+    logs: str = "rank0"
+    """Whose output reaches the terminal: "rank0", "all" (with a prefix) or "none". All ranks always go to files."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics are written besides the run folder's history."""
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
+        _check(self.gpu in (True, False, "auto"), "gpu", self.gpu, 'True, False or "auto"')
+        _check(isinstance(self.wrap, bool), "wrap", self.wrap, "True or False")
+        _check(isinstance(self.ddp, Mapping), "ddp", self.ddp, "a mapping of DistributedDataParallel arguments")
+        unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
+        _check(not unknown, "ddp", dict(self.ddp), f"a mapping with keys out of {sorted(DDP_ARGUMENTS)}")
+        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1")
+        positive = self.timeout is None or (isinstance(self.timeout, (int, float)) and self.timeout > 0)
+        _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
+        _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
+        _check(self.start in START_CHOICES, "start", self.start, f"one of {START_CHOICES}")
+        _check(self.logs in LOG_CHOICES, "logs", self.logs, f"one of {LOG_CHOICES}")
+        for path_or_name in ("run_dir", "name"):
+            value = getattr(self, path_or_name)
+            _check(value is None or isinstance(value, str), path_or_name, value, "a str or None")
+        _check(isinstance(self.trackers, tuple), "trackers", self.trackers, "a tuple of names")
+
+    def changed(self, changes: Mapping[str, Any]) -> Options:
+        """A copy with `changes` applied; a missing option means unchanged. Raises UsageError for an unknown one."""
+        check_names(changes)
+        return replace(self, **normalised(changes))
+
+
+DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "gradient_as_bucket_view"})
+OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
+def normalised(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` with the spellings that users write turned into the stored ones (a list of trackers, a Path)."""
+    out = dict(changes)
+    if isinstance(out.get("trackers"), (list, str)):
+        trackers = out["trackers"]
+        out["trackers"] = (trackers,) if isinstance(trackers, str) else tuple(trackers)
+    if hasattr(out.get("run_dir"), "__fspath__"):
+        out["run_dir"] = out["run_dir"].__fspath__()
+    return out
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise UsageError for a name that is no option, naming the nearest one."""
+    for name in options:
+        if name not in OPTION_NAMES:
+            near = difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(f"unknown option {name!r}: {hint}Options are {', '.join(OPTION_NAMES)}.")
+
+
+def check_workers(workers: object) -> None:
+    """Raise UsageError unless `workers` is a whole number of at least 1, or "auto"."""
+    allowed = workers == "auto" or (_is_int(workers) and workers >= 1)  # type: ignore[operator]
+    _check(allowed, "workers", workers, 'a whole number of at least 1, or "auto"')
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text_mapping(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
+
+
+def _check(holds: bool, option: str, given: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"option {option}={given!r} is not allowed: give {allowed}.")
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One machine as its agent or backend sees it."""
+
+    host: str
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands in the world; names as in torchrun."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """All that one worker needs to know before it loads the user's function."""
+
+    place: Place
+    attempt: int
+    run_id: str
+    run_dir: str
+    seed: int
+    wrap: bool
+    device: str
+    """"cpu", or "cuda": one GPU is visible to each worker, so it is always the first."""
+    store_port: int
+    """Port of rank 0's rendezvous store on the loopback address."""
+    num_threads: int
+    env: dict[str, str]
+    """The complete environment of the worker."""
+    cwd: str
+    sys_path: list[str]
+    argv: list[str]
+    main_file: str | None
+    """``__file__`` of the driver's ``__main__``, for classes and loader processes that look it up; None: none."""
+    main_name: str | None
+    """Module name of the driver's ``__main__`` when started with ``python -m``."""
+    ddp: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,208 @@
+"""Waist 2: the messages, and their pickle-free codec (MessagePack). Every event of a rank carries (attempt, rank)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from distsdk.spec import NodeInfo, WorkerSpec
+
+PROTOCOL = 1
+"""Version of this file; a peer that announces another one is refused."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of everything that is sent; the tag is the class name."""
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """Pickled objects, opaque to everyone but driver and worker."""
+
+    size: int
+    data: bytes | None
+    """The bytes; None: they are in the descriptor attached to the message."""
+
+
+# outcomes: how one rank ended
+
+
+class Returned(Message):
+    """The function returned (or left by ``sys.exit(0)``, with None)."""
+
+    value: Parcel
+
+
+class Raised(Message):
+    """The function raised; the exception itself travels when it survives a round trip."""
+
+    type_name: str
+    message: str
+    traceback: str
+    where: str
+    """``file:line in function`` of the innermost frame of the user's own code."""
+    exception: Parcel | None
+
+
+class Died(Message):
+    """The process is gone without an outcome of its own."""
+
+    exit_code: int | None
+    signal: str | None
+    reason: str = ""
+
+
+class Stopped(Message):
+    """The function ended because the driver had asked it to."""
+
+
+Outcome = Returned | Raised | Died | Stopped
+
+# commands: driver -> agent -> worker
+
+
+class Open(Message):
+    """On the pool's channel: a run begins on the socket attached. The agent answers there, with Ready."""
+
+    start: str
+    """"auto", "fork" or "exec"."""
+
+
+class Launch(Message):
+    """Start these ranks, all with one payload (a parcel of the function and its arguments)."""
+
+    attempt: int
+    workers: list[WorkerSpec]
+    payload: Parcel
+
+
+class Assign(Message):
+    """To one worker: who it is and what it runs. Rank 0 gets the listening socket of the store as last descriptor."""
+
+    spec: WorkerSpec
+    payload: Parcel
+
+
+class Stop(Message):
+    """Stop at the next step boundary; after `grace_s` seconds be killed. 0: be killed now."""
+
+    grace_s: float
+
+
+class Release(Message):
+    """All ranks have an outcome: the worker may exit."""
+
+
+# events: worker -> agent -> driver
+
+
+class Ready(Message):
+    """The agent can start workers; `problem`: why it can not."""
+
+    protocol: int
+    pid: int
+    node: NodeInfo
+    versions: dict[str, str]
+    start: str
+    problem: str = ""
+
+
+class Started(Message):
+    """A worker process exists."""
+
+    attempt: int
+    rank: int
+    pid: int
+
+
+class Printed(Message):
+    """Bytes that a rank wrote to stdout or stderr, in order within each stream."""
+
+    attempt: int
+    rank: int
+    stream: str
+    data: bytes
+
+
+class Reported(Message):
+    """One call of ``report``: numbers of one step of one rank."""
+
+    attempt: int
+    rank: int
+    step: int
+    metrics: dict[str, float]
+    weight: float
+    reduce: dict[str, str]
+    """Fold by metric name; a name that is missing is averaged."""
+    checkpoint: str = ""
+    """Name of the checkpoint committed with it, in the run folder."""
+
+
+class Fingerprinted(Message):
+    """What one rank's replica looks like after an optimizer step; step -1: at the end."""
+
+    attempt: int
+    rank: int
+    step: int
+    digests: dict[str, int]
+
+
+class Noted(Message):
+    """A sentence for the user, told once per run whichever rank says it first."""
+
+    attempt: int
+    rank: int
+    level: str
+    text: str
+
+
+class Ended(Message):
+    """A rank has its outcome. Everything it wrote and reported before has been sent before."""
+
+    attempt: int
+    rank: int
+    outcome: Outcome
+
+
+class Exited(Message):
+    """The process of a rank, and all it had started, is gone."""
+
+    attempt: int
+    rank: int
+
+
+class Failed(Message):
+    """The agent could not do what it was told."""
+
+    attempt: int
+    reason: str
+
+
+# agent <-> forkserver
+
+
+class Fork(Message):
+    """Fork a worker with the three descriptors attached: control socket, stdout, stderr."""
+
+    ticket: int
+
+
+class Forked(Message):
+    """A worker was forked."""
+
+    ticket: int
+    pid: int
+
+
+class Reaped(Message):
+    """A forked worker is gone; `status` is its exit code, negative for a signal."""
+
+    ticket: int
+    status: int
+
+
+AnyMessage = (
+    Open | Launch | Assign | Stop | Release | Ready | Started | Printed | Reported | Fingerprinted | Noted | Ended
+    | Exited | Failed | Fork | Forked | Reaped
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

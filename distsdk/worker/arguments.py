@@ -1,0 +1,51 @@
+"""The models among a call's arguments: found in the same order in the driver and, after shipping, in the worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def modules_in(*values: Any) -> list[nn.Module]:
+    """Modules in `values` and in the lists, tuples, mappings and dataclasses in them, each once, in order."""
+    found: dict[int, nn.Module] = {}
+    for module in _walk(values, set()):
+        found.setdefault(id(module), module)
+    return list(found.values())
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    if isinstance(value, Mapping):
+        parts: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return
+    seen.add(id(value))
+    for part in parts:
+        yield from _walk(part, seen)
+
+
+def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Everything that a call hands over: the arguments, and the object that a bound method belongs to."""
+    owner = getattr(fn, "__self__", None)
+    attributes = list(vars(owner).values()) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module) else []
+    return [args, dict(kwargs), owner, attributes]
+
+
+def load_states(modules: list[nn.Module], states: list[dict[str, Any]]) -> None:
+    """Load what came back from rank 0 into the caller's own modules, in place, on their own devices."""
+    with torch.no_grad():
+        for module, state in zip(modules, states, strict=True):
+            module.load_state_dict(state)

@@ -1,0 +1,164 @@
+"""Which models and optimizers exist in this process, without being told: made inside the function or passed in.
+
+Only weak references are kept. Everything that decides what is synchronised comes out in creation order, which is the
+same on all ranks because they run the same program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from distsdk.worker.replacing import replaced
+
+
+T = TypeVar("T")
+
+
+class _InOrder(Generic[T]):
+    """Weak references to objects, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[T]] = {}
+
+    def add(self, thing: T) -> None:
+        """Append `thing` unless it is there."""
+        if id(thing) not in self._refs:
+            self._refs[id(thing)] = weakref.ref(thing, self._forgetter(id(thing)))
+
+    def _forgetter(self, key: int) -> Any:
+        refs = self._refs  # not self: the callback must not keep it alive
+        return lambda _ref: refs.pop(key, None)
+
+    def __iter__(self) -> Iterator[T]:
+        return (thing for ref in list(self._refs.values()) if (thing := ref()) is not None)
+
+
+class Discovery:
+    """Remembers modules and optimizers; `version` moves whenever something new appeared."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.loading = False
+        """True while the payload is unpickled: modules met now were the driver's, not copies made by the function."""
+        self._ignoring = False
+        self.shipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: _InOrder[nn.Module] = _InOrder()
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: _InOrder[torch.optim.Optimizer] = _InOrder()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, new modules and optimizers are noticed."""
+        with ExitStack() as stack:
+            for register, hook in (
+                (module_hooks.register_module_module_registration_hook, self._on_part),
+                (module_hooks.register_module_parameter_registration_hook, self._on_part),
+                (module_hooks.register_module_buffer_registration_hook, self._on_part),
+            ):
+                stack.callback(register(hook).remove)
+            for owner, name, after in (
+                (nn.Module, "__setstate__", self._on_module_state),
+                (torch.optim.Optimizer, "__setstate__", self._on_optimizer),
+                (torch.optim.Optimizer, "add_param_group", self._on_optimizer),
+            ):
+                stack.enter_context(replaced(owner, name, _followed_by(getattr(owner, name), after)))
+            yield
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Within it, new modules are our own and do not count."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
+    def _on_part(self, module: nn.Module, _name: str, part: Any) -> None:
+        if part is not None and not self._ignoring:
+            self.remember(module)
+            if isinstance(part, nn.Module):
+                self.remember(part)
+            self.version += 1
+
+    def _on_module_state(self, module: nn.Module) -> None:
+        self.remember(module)
+        (self.shipped if self.loading else self._copies).add(module)
+        self.version += 1
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        self.version += 1
+
+    def remember(self, module: nn.Module) -> None:
+        """Take `module` into account."""
+        self._modules.add(module)
+
+    def roots(self) -> list[nn.Module]:
+        """Models: the modules that are part of no other module, in order of creation."""
+        modules = list(self._modules)
+        parts = {id(part) for module in modules for part in module._modules.values() if part is not None}
+        return [module for module in modules if id(module) not in parts]
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """What may be trained: parameters of models and whatever optimizers hold, each once, frozen ones too.
+
+        Copies that the function made (a moving average of the model) count only once an optimizer holds them; a model
+        inside the user's own DistributedDataParallel is synchronised there and not here.
+        """
+        held = self._optimizer_parameters()
+        held_ids = {id(parameter) for parameter in held}
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        own_ddp: set[int] = set()
+        for prefix, root in self.named_roots():
+            if isinstance(root, DistributedDataParallel):
+                own_ddp.update(id(parameter) for parameter in root.parameters())
+            for name, parameter in root.named_parameters():
+                if root not in self._copies or id(parameter) in held_ids:
+                    found.setdefault(id(parameter), (prefix + name, parameter))
+        for number, parameter in enumerate(held):
+            found.setdefault(id(parameter), (f"optimizer parameter {number}", parameter))
+        return [pair for key, pair in found.items() if key not in own_ddp]
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Floating-point buffers of models, each once; those of copies not."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for prefix, root in self.named_roots():
+            if root not in self._copies and not isinstance(root, DistributedDataParallel):
+                for name, buffer in root.named_buffers():
+                    if buffer.is_floating_point():
+                        found.setdefault(id(buffer), (prefix + name, buffer))
+        return list(found.values())
+
+    def named_roots(self) -> list[tuple[str, nn.Module]]:
+        """Models with a prefix for the names of their tensors: "" when there is one, else ``Class[number].``."""
+        roots = [root for root in self.roots() if any(True for _ in root.parameters())]
+        single = len(roots) == 1
+        return [("" if single else f"{type(root).__name__}[{i}].", root) for i, root in enumerate(roots)]
+
+    def _optimizer_parameters(self) -> list[torch.Tensor]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def is_evaluating(self) -> bool:
+        """True when there are models with parameters and none is in training mode."""
+        modes = [root.training for _, root in self.named_roots()]
+        return bool(modes) and not any(modes)
+
+
+def _followed_by(method: Any, after: Any) -> Any:
+    """`method`, then `after(self)`."""
+
+    def method_then_after(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        after(self)
+        return result
+
+    return method_then_after

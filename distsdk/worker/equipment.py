@@ -1,0 +1,109 @@
+"""Everything that surrounds a user's function while it runs, put in place and taken away again.
+
+The same in a worker and, with a world of one, in the driver's own process (``train.local``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from distsdk.wire.messages import Fingerprinted, Message, Reported
+from distsdk.worker import context as contexts
+from distsdk.worker import session as sessions
+from distsdk.worker.arguments import modules_in, values_of
+from distsdk.worker.checkpoint import write_checkpoint
+from distsdk.worker.context import Context
+from distsdk.worker.courtesies import courtesies
+from distsdk.worker.discovery import Discovery
+from distsdk.worker.randomness import part_compute_streams
+from distsdk.worker.session import Session
+from distsdk.worker.shard import Sharding
+from distsdk.worker.sync import Synchroniser
+from distsdk.worker.verify import FINAL_STEP, Verifier
+
+
+class Equipment:
+    """One rank's session, discovery, synchroniser, verifier and sharding."""
+
+    def __init__(self, context: Context, seed: int, ddp: Mapping[str, Any], send: Callable[[Message], None]):
+        self.context = context
+        self.send = send
+        self.discovery = Discovery()
+        self.synchroniser = Synchroniser(self.discovery, context.world_size, ddp, self._on_first_backward)
+        self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
+        self.session = Session(context, send, lambda: self.synchroniser.stop_agreed)
+        self.sharding = Sharding(
+            context.rank, context.world_size, seed, context.device,
+            self.discovery.is_evaluating, lambda: self.synchroniser.num_backwards, self.session.note,
+        )  # fmt: skip
+
+    @contextmanager
+    def in_place(self, wrap: bool) -> Iterator[None]:
+        """Within it, the user's function can run. With wrap=False models and loaders are left alone."""
+        with ExitStack() as stack:
+            for module, current in ((contexts, self.context), (sessions, self.session)):
+                stack.callback(module.enter, module.enter(current))  # type: ignore[attr-defined]
+            if self.context.world_size > 1:
+                stack.enter_context(courtesies())
+            if wrap:
+                stack.enter_context(self.discovery.watching())
+                stack.enter_context(self.synchroniser.around_backward())
+                stack.enter_context(self.sharding.of_all_loaders())
+                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+
+    def _on_first_backward(self) -> None:
+        """The weights are there: prove that they are equal, then let the noise differ."""
+        if self.context.world_size > 1:
+            self.verifier.send(0)
+            part_compute_streams(self.context.rank)
+
+    def _after_step(self, *_hook_arguments: Any) -> None:
+        self.verifier.step += 1
+        if self.context.world_size > 1:
+            self.verifier.check()
+        self.session.leave_if_stopping()
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        buffers = [(f"buffer {name}", buffer) for name, buffer in self.discovery.named_buffers()]
+        return [*self.discovery.named_parameters(), *buffers]
+
+    def _send_fingerprint(self, step: int, digests: dict[str, int]) -> None:
+        self.send(Fingerprinted(self.context.attempt, self.context.rank, step, digests))
+
+    def finish(self) -> None:
+        """After the function returned: the last proof, and the models' state when nothing else was saved."""
+        if self.context.world_size > 1 and self.synchroniser.num_backwards:
+            self.verifier.send(FINAL_STEP)
+        if self.context.is_main and not self.session.num_checkpoints:
+            self._save_models()
+
+    def _save_models(self) -> None:
+        models = self.trained_models()
+        if not models:
+            return
+        state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+        step = self.session.next_step - 1 if self.session.next_step else self.verifier.step
+        name = write_checkpoint(self.context.run_dir, step, state, {})
+        self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name))
+
+    def trained_models(self) -> list[nn.Module]:
+        """Models that had trainable parameters in the last backward."""
+        return [root for root in self.synchroniser.roots if any(p.requires_grad for p in root.parameters())]
+
+    def tell_trained_captures(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Say once that a model which came along as a captured variable stays as it was in the caller."""
+        passed = {id(module) for module in modules_in(*values_of(fn, args, kwargs))}
+        for model in self.trained_models():
+            if model in self.discovery.shipped and id(model) not in passed:
+                self.session.note("warning", (
+                    f"a {type(model).__name__} that the function uses as a global or captured variable was trained in "
+                    "the workers; the caller's own object stays as it was. Pass it as an argument, or load the result: "
+                    "result.load_into(model)."
+                ))  # fmt: skip

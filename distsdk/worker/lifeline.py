@@ -1,0 +1,19 @@
+"""A process that must not outlive its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>; see prctl(2). The signal follows the parent's thread: the parent must be single-threaded."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)

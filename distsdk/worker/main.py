@@ -1,0 +1,229 @@
+"""The story of one worker: receive an assignment, become the process it describes, join the group, call the function,
+send the outcome, wait until all ranks have one, leave.
+
+Runs in a process forked from the forkserver, or in a new interpreter (``python -m distsdk.worker.main FD``): nothing
+below differs between the two.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib.machinery
+import os
+import signal
+import socket
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distsdk.errors import ShipError, StopTraining, UsageError
+from distsdk.spec import WorkerSpec
+from distsdk.wire.channel import Channel, ChannelClosed
+from distsdk.wire.culprit import culprit
+from distsdk.wire.messages import Assign, Died, Ended, Outcome, Parcel, Release, Returned, Stop, Stopped
+from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpack
+from distsdk.worker.arguments import modules_in, values_of
+from distsdk.worker.context import context_of, torchrun_environment
+from distsdk.worker.equipment import Equipment
+from distsdk.worker.lifeline import die_with_parent
+from distsdk.worker.outcome import raised
+from distsdk.worker.randomness import seed_everything
+from distsdk.worker.seams import missing_seams, seams_problem
+from distsdk.worker.tensors import storage_reducer
+
+
+def run(control: socket.socket) -> None:
+    """Be a worker on this control socket, to the end of the process."""
+    channel = Channel(control)
+    assignment, descriptors = _wait_for_assignment(channel)
+    spec = assignment.spec
+    become(spec)
+    worker = Worker(spec, channel)
+    threading.Thread(target=worker.listen, name="distsdk-control", daemon=True).start()
+    outcome, attached = worker.outcome_of(assignment.payload, descriptors)
+    _flush_streams()
+    channel.send(Ended(spec.attempt, spec.place.rank, outcome), attached)
+    worker.released.wait()
+    leave(0)
+
+
+def _wait_for_assignment(channel: Channel) -> tuple[Assign, list[int]]:
+    """Block until the agent assigns this process, or goes away (then there is nothing to do)."""
+    try:
+        while not (received := channel.receive()):
+            pass
+    except ChannelClosed:
+        leave(0)
+    message, descriptors = received[0]
+    assert isinstance(message, Assign)
+    return message, descriptors
+
+
+def leave(code: int) -> None:
+    """End the process: the user's exit functions run, threads are not waited for."""
+    atexit._run_exitfuncs()
+    _flush_streams()
+    os._exit(code)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed by the user, or its reader is gone
+            stream.flush()
+
+
+def become(spec: WorkerSpec) -> None:
+    """Take on the driver's environment, folder, module path and main module; output by lines, in UTF-8."""
+    os.environ.clear()
+    os.environ.update({**spec.env, **torchrun_environment(spec)})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    with contextlib.suppress(OSError):  # the driver's folder was deleted: stay where we are
+        os.chdir(spec.cwd)
+    sys.path[:] = spec.sys_path
+    sys.argv[:] = spec.argv
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.enable(file=2)
+    atexit._clear()
+    gc.enable()
+    torch.set_num_threads(spec.num_threads)
+
+
+def become_main(spec: WorkerSpec) -> types.ModuleType:
+    """A ``__main__`` like the driver's, for code that looks its classes up there or starts it again."""
+    module = types.ModuleType("__main__")
+    if spec.main_file:
+        module.__file__ = spec.main_file
+    if spec.main_name:
+        module.__spec__ = importlib.machinery.ModuleSpec(spec.main_name, None)
+        module.__package__ = spec.main_name.rpartition(".")[0]
+    sys.modules["__main__"] = module
+    return module
+
+
+def settle_in_main(module: types.ModuleType, shipped: Mapping[int, Any]) -> None:
+    """Put the classes and functions that came from the driver's ``__main__`` where plain pickle looks for them."""
+    for obj in shipped.values():
+        if getattr(obj, "__module__", None) == "__main__" and "." not in obj.__qualname__:
+            setattr(module, obj.__name__, obj)
+
+
+class Worker:
+    """One rank: its equipment, and what the agent tells it."""
+
+    def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
+        self.spec = spec
+        self.channel = channel
+        self.released = threading.Event()
+        self.equipment = Equipment(context_of(spec), spec.seed, spec.ddp, channel.send)
+        self._shipped: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """The control thread. Without the agent, this process and all it started end at once."""
+        try:
+            while True:
+                for message, _descriptors in self.channel.receive():
+                    if isinstance(message, Stop):
+                        self.equipment.synchroniser.stop_asked = True
+                    elif isinstance(message, Release):
+                        self.released.set()
+        except ChannelClosed:
+            os.killpg(0, signal.SIGKILL)
+
+    def outcome_of(self, payload: Parcel, descriptors: list[int]) -> tuple[Outcome, list[int]]:
+        """Load and call the function; whatever happens is an outcome, with the descriptors to attach to it."""
+        try:
+            return self._returned(self._called(payload, descriptors))
+        except StopTraining:
+            return Stopped(), []
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
+            outcome = raised(error, self._pack, self._unpack_own)
+            if isinstance(outcome, Died) and outcome.exit_code == 0:
+                return self._returned((None, None))  # sys.exit(0): done, and all is well
+            return outcome, []
+
+    def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any]] | None]:
+        """What the function returned and, on rank 0, the state of the models among its arguments."""
+        spec, equipment = self.spec, self.equipment
+        check_torch(spec)
+        seed_everything(spec.seed)
+        join_group(spec, descriptors)
+        main = become_main(spec)
+        with equipment.in_place(spec.wrap):
+            equipment.discovery.loading = True
+            fn, args, kwargs, self._shipped = unpack(payload, descriptors, copy=False)
+            equipment.discovery.loading = False
+            settle_in_main(main, self._shipped)
+            models = modules_in(*values_of(fn, args, kwargs))
+            if spec.device == "cuda":
+                for model in models:
+                    model.to(equipment.context.device)
+            value = fn(*args, **kwargs)
+            equipment.finish()
+            equipment.tell_trained_captures(fn, args, kwargs)
+            return value, [model.state_dict() for model in models] if spec.place.rank == 0 else None
+
+    def _returned(self, value: tuple[Any, Any]) -> tuple[Outcome, list[int]]:
+        try:
+            parcel, descriptors = self._pack(value)
+        except Exception as error:
+            path, part = culprit("value", value[0], self._pack) or ("value", value[0])
+            raise_later = ShipError(
+                f"the return value of rank {self.spec.place.rank} cannot be sent back: {path} is a "
+                f"{type(part).__qualname__}, which does not pickle ({error}). Return numbers, tensors or plain data."
+            )
+            raise_later.__cause__ = error
+            return raised(raise_later, self._pack, self._unpack_own), []
+        return Returned(parcel), descriptors
+
+    def _pack(self, obj: Any) -> tuple[Parcel, list[int]]:
+        numbers = {id(shipped): number for number, shipped in self._shipped.items()}
+        reducers = (homeward_reducer(numbers), storage_reducer)
+        return pack(obj, lambda file, buffers: Pickler(file, buffers, reducers))
+
+    def _unpack_own(self, parcel: Parcel) -> Any:
+        with at_home(self._shipped):
+            return unpack(parcel)
+
+
+def check_torch(spec: WorkerSpec) -> None:
+    """Raise UsageError when this torch lacks what synchronising needs."""
+    problem = seams_problem(torch.__version__, missing_seams()) if spec.wrap else ""
+    if problem:
+        raise UsageError(problem)
+
+
+def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
+    """The default process group: a store on the loopback address, whose socket the agent has bound already."""
+    place = spec.place
+    pg_backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
+    if place.world_size == 1:
+        store: Any = dist.HashStore()
+    else:
+        is_host = place.rank == 0
+        store = dist.TCPStore(
+            "127.0.0.1", spec.store_port, place.world_size, is_master=is_host, wait_for_workers=False,
+            master_listen_fd=descriptors.pop() if is_host else None,
+        )  # fmt: skip
+    if spec.device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(pg_backend, store=store, rank=place.rank, world_size=place.world_size)
+
+
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    run(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,128 @@
+"""How a call ended, in a form that crosses to the driver: the exception whole where it can be, a faithful text always."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from distsdk.wire.channel import close_all
+from distsdk.wire.messages import Died, Parcel, Raised
+
+MESSAGE_BYTES = 64_000
+"""Longer messages and tracebacks are cut, with a mark."""
+
+Pack = Callable[[Any], tuple[Parcel, list[int]]]
+Unpack = Callable[[Parcel], Any]
+
+
+def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
+    """The outcome for an exception that left the user's function."""
+    if isinstance(error, SystemExit):
+        return _left(error)
+    if isinstance(error, KeyboardInterrupt):
+        return Died(exit_code=130, signal=None, reason="the function raised KeyboardInterrupt")
+    trace = _without_own_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return Raised(
+        type_name=type(error).__qualname__,
+        message=cut(safe_text(error)),
+        traceback=cut(text),
+        where=_where(trace),
+        exception=_parcel_of(error, pack, unpack),
+    )
+
+
+def _left(error: SystemExit) -> Died:
+    """``sys.exit(code)``: a text means code 1, as in the interpreter."""
+    code = error.code if isinstance(error.code, int) else 1
+    said = "" if isinstance(error.code, int) else f": {cut(str(error.code))}"
+    return Died(exit_code=code, signal=None, reason=f"the function called sys.exit{said}")
+
+
+def safe_text(error: BaseException) -> str:
+    """``str(error)``, or a word for one that cannot be printed."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text cannot be made: {type(problem).__name__}>"
+
+
+def cut(text: str) -> str:
+    """`text`, cut in the middle when it is too long; says how much is missing."""
+    if len(text) <= MESSAGE_BYTES:
+        return text
+    half = MESSAGE_BYTES // 2
+    return f"{text[:half]}\n... [{len(text) - 2 * half} characters cut] ...\n{text[-half:]}"
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and _is_own(trace) and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_own(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "distsdk"
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The innermost frame outside installed packages, else the innermost of all."""
+    frames = traceback.extract_tb(trace)
+    users = [f for f in frames if "site-packages" not in f.filename and "/distsdk/" not in f.filename]
+    for frame in reversed(users or frames):
+        return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def _parcel_of(error: BaseException, pack: Pack, unpack: Unpack) -> Parcel | None:
+    """The exception as it is; else its class, arguments and picklable attributes; else None. Proved by loading it."""
+    for form in (error, Rebuilt(error, pack)):
+        try:
+            parcel, descriptors = pack(form)
+            if descriptors:  # too large for a message: the text has to do
+                close_all(descriptors)
+                continue
+            back = unpack(parcel)
+        except Exception:
+            continue
+        if type(back) is type(error) and safe_text(back) == safe_text(error):
+            return parcel
+    return None
+
+
+class Rebuilt:
+    """An exception by its parts, for classes whose constructor wants other arguments than ``args``."""
+
+    def __init__(self, error: BaseException, pack: Pack) -> None:
+        self._parts = (type(error), _picklable(error.args, pack), _picklable_items(vars(error), pack))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load as the exception itself."""
+        return rebuild_exception, self._parts
+
+
+def rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception of `cls` without calling its constructor."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+def _picklable(args: tuple[Any, ...], pack: Pack) -> tuple[Any, ...]:
+    return tuple(arg if _packs(arg, pack) else repr(arg) for arg in args)
+
+
+def _picklable_items(attributes: dict[str, Any], pack: Pack) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if _packs(value, pack)}
+
+
+def _packs(value: Any, pack: Pack) -> bool:
+    try:
+        _parcel, descriptors = pack(value)
+    except Exception:
+        return False
+    close_all(descriptors)
+    return True

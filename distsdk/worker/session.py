@@ -1,0 +1,160 @@
+"""What the user's function can say while it runs: ``report``. Harmless outside a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distsdk.errors import StopTraining, UsageError
+from distsdk.wire.messages import Message, Noted, Reported
+from distsdk.worker.context import Context
+
+REDUCTIONS = ("mean", "sum", "min", "max", "last")
+
+
+@dataclass
+class Session:
+    """One rank's line to the driver."""
+
+    context: Context
+    send: Callable[[Message], None]
+    is_stopping: Callable[[], bool]
+    """True when all ranks stop here."""
+    next_step: int = 0
+    num_checkpoints: int = 0
+    _told: set[str] = field(default_factory=set)
+
+    def note(self, level: str, text: str) -> None:
+        """A sentence for the user, once."""
+        if text not in self._told:
+            self._told.add(text)
+            self.send(Noted(self.context.attempt, self.context.rank, level, text))
+
+    def leave_if_stopping(self) -> None:
+        """Raise StopTraining at a boundary where all ranks do."""
+        if self.is_stopping():
+            raise StopTraining("the run was asked to stop")
+
+
+_current: Session | None = None
+
+
+def enter(session: Session | None) -> Session | None:
+    """Make `session` the one that ``report`` speaks to (None: none); returns the one before."""
+    global _current
+    before, _current = _current, session
+    return before
+
+
+def report(
+    metrics: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    weight: float = 1,
+    reduce: str | Mapping[str, str] = "mean",
+    checkpoint: Mapping[str, Any] | None = None,
+) -> None:
+    """Tell the driver numbers of one step, and optionally save a checkpoint. Never waits for other ranks.
+
+    The driver folds the values of all ranks that report the same name for the same step. When it returns, the numbers
+    are out of this process: nothing that happens to it later can lose them.
+
+    Args:
+        metrics: name to number: int, float, bool, one-element tensor or numpy scalar; nan and inf are numbers. May be
+            empty when there is a checkpoint.
+        step: number of the step, 0 or more; None: one more than in this rank's last report, from 0.
+        weight: how much this rank's values count in a mean, for instance its number of samples; above 0.
+        reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
+            the highest rank); one for all or by name.
+        checkpoint: name to what is saved: objects with ``state_dict`` (model, optimizer, ...) or plain values. Rank 0
+            writes it, to ``result.checkpoint``; from other ranks it is not written.
+
+    Raises:
+        UsageError: metrics is no mapping of str to numbers, or another argument is not as above.
+        CheckpointError: the checkpoint could not be written.
+    """
+    numbers = _numbers(metrics)
+    folds = _folds(reduce, numbers)
+    _check_step(step)
+    if not isinstance(weight, (int, float)) or not weight > 0 or not math.isfinite(weight):
+        raise UsageError(f"report(weight={weight!r}): give a number above 0, for instance the count of samples.")
+    if checkpoint is not None and not isinstance(checkpoint, Mapping):
+        raise UsageError(f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}.")
+    if _current is not None:
+        _send_report(_current, numbers, step, weight, folds, checkpoint)
+
+
+def _send_report(
+    session: Session,
+    numbers: dict[str, float],
+    step: int | None,
+    weight: float,
+    folds: dict[str, str],
+    checkpoint: Mapping[str, Any] | None,
+) -> None:
+    at = session.next_step if step is None else int(step)
+    session.next_step = at + 1
+    context = session.context
+    name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
+    session.send(Reported(context.attempt, context.rank, at, numbers, float(weight), folds, name))
+    session.leave_if_stopping()
+
+
+def _saved(session: Session, step: int, checkpoint: Mapping[str, Any], numbers: dict[str, float]) -> str:
+    from distsdk.worker.checkpoint import write_checkpoint  # outside a run, reporting needs no torch
+
+    context = session.context
+    if not context.is_main:
+        session.note("warning", (
+            f"rank {context.rank} gave report(checkpoint=...), which is written by rank 0 only: report it on rank 0."
+        ))  # fmt: skip
+        return ""
+    session.num_checkpoints += 1
+    return write_checkpoint(context.run_dir, step, checkpoint, numbers)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f'report() takes a mapping of names to numbers, like {{"loss": 0.5}}, not {_shown(metrics)}.')
+    numbers = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError(f"report(): a metric's name is a str, not {_shown(name)}.")
+        number = as_number(value)
+        if number is None:
+            raise UsageError(
+                f"report(): metric {name!r} is {_shown(value)}, which is no number. Allowed are int, float, bool, "
+                "one-element tensors and numpy scalars."
+            )
+        numbers[name] = number
+    return numbers
+
+
+def as_number(value: Any) -> float | None:
+    """`value` as a float, or None when it is no single number."""
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _folds(reduce: Any, numbers: Mapping[str, float]) -> dict[str, str]:
+    by_name = dict(reduce) if isinstance(reduce, Mapping) else dict.fromkeys(numbers, reduce)
+    for name, fold in by_name.items():
+        if fold not in REDUCTIONS:
+            raise UsageError(f"report(): reduce={fold!r} for {name!r} is not allowed: give one of {REDUCTIONS}.")
+    return {name: fold for name, fold in by_name.items() if fold != "mean" and name in numbers}
+
+
+def _check_step(step: Any) -> None:
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__") or step < 0):
+        raise UsageError(f"report(step={step!r}): give a whole number of at least 0, or None to count.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

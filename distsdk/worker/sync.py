@@ -1,0 +1,232 @@
+"""Replicas kept equal: torch's own DDP reducer, armed around backward instead of around forward.
+
+    patched torch.autograd.backward
+      arm:    reducer.prepare_for_backward            (built anew when the trainable set changed)
+      run:    gradients arrive, DDP reduces bucket by bucket while backward goes on
+      close:  an engine callback at its end marks what did not fire, and the tail, as ready
+      settle: gradients used on no rank go back to None; buffers and flags come out of the tail
+
+The tail is one more parameter, so it rides in DDP's last bucket: no collective of its own. It carries whether each
+parameter was used, floating-point buffers (BatchNorm statistics), and the request to stop. Forward is not touched, so
+custom methods, functional use of parameters, several models and reentrant checkpointing need nothing special.
+Averaging after every backward is right for accumulated gradients too: what is in ``.grad`` from before is equal on all
+ranks, and an average does not change it.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from distsdk.worker.discovery import Discovery
+from distsdk.worker.replacing import replaced
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class Synchroniser:
+    """Averages gradients and buffers of all models over the ranks, in every backward."""
+
+    def __init__(self, discovery: Discovery, world_size: int, ddp: Mapping[str, Any], on_first: Callable[[], None]):
+        self.discovery = discovery
+        self.world_size = world_size
+        self.num_backwards = 0
+        self.stop_asked = False
+        """Set by the driver's request; becomes `stop_agreed` on all ranks in the same backward."""
+        self.stop_agreed = False
+        self.roots: list[nn.Module] = []
+        """The models in training, kept alive so that their state can still be saved when the function has returned."""
+        self._ddp = ddp
+        self._on_first = on_first
+        self._depth = 0
+        self._started = False
+        self._version = -1
+        self._watched: list[torch.Tensor] = []
+        self._signature: list[Any] = []
+        self._replica: Replica | None = None
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Within it, every outermost backward synchronises."""
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+            if self._depth or not isinstance(first, torch.Tensor) or not first.requires_grad:
+                return original(tensors, *args, **kwargs)
+            self._depth += 1
+            try:
+                self._synchronised(first, lambda: original(tensors, *args, **kwargs))
+            finally:
+                self._depth -= 1
+
+        with replaced(torch.autograd, "backward", backward):
+            yield
+
+    def _synchronised(self, root: torch.Tensor, run_backward: Callable[[], None]) -> None:
+        replica = self._current_replica()
+        self.num_backwards += 1
+        if replica is None:
+            self.stop_agreed = self.stop_asked and self.world_size == 1
+            return run_backward()
+        callback = root.register_hook(replica.queue_close)
+        try:
+            replica.arm(self.stop_asked)
+            run_backward()
+            self.stop_agreed = replica.settle()
+        except BaseException:
+            self._forget_replica()
+            raise
+        finally:
+            callback.remove()
+
+    def _current_replica(self) -> Replica | None:
+        """The replica for what is trainable now; built anew when that changed."""
+        if self._is_stale():
+            self._watch()
+        return self._replica
+
+    def _is_stale(self) -> bool:
+        if self._version != self.discovery.version:
+            self._version = self.discovery.version
+            if not _same([tensor for _, tensor in self.discovery.named_parameters()], self._watched):
+                return True
+        return _signature(self._watched) != self._signature
+
+    def _watch(self) -> None:
+        self._forget_replica()
+        self._version = self.discovery.version
+        gc.collect()  # a model that only a cycle keeps alive must count on no rank or on all
+        self._watched = [tensor for _, tensor in self.discovery.named_parameters()]
+        self._signature = _signature(self._watched)
+        trainable = [tensor for tensor in self._watched if tensor.requires_grad]
+        self.roots = [root for _, root in self.discovery.named_roots()]
+        if trainable and not self._started:
+            self._started = True
+            self._on_first()
+        if trainable and self.world_size > 1:
+            buffers = [buffer for _, buffer in self.discovery.named_buffers()]
+            with self.discovery.ignoring():
+                self._replica = Replica(trainable, buffers, self._ddp)
+
+    def _forget_replica(self) -> None:
+        if self._replica is not None:
+            self._replica.close()
+        self._replica, self._watched, self._signature, self.roots = None, [], [], []
+        self._version = -1
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _signature(tensors: list[torch.Tensor]) -> list[Any]:
+    """What DDP's reducer holds of a parameter; when it changes, the reducer is stale."""
+    return [(t.requires_grad, t.dtype, t.device, t.data_ptr()) for t in tensors]
+
+
+class _Tensors(nn.Module):
+    """What DDP is given instead of the user's models: just the tensors, so that nothing refers to a module."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = [(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
+
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The tensors, under names that mean nothing."""
+        return iter(self._tensors)
+
+
+class Replica:
+    """One build of DDP's reducer over a fixed list of trainable tensors."""
+
+    def __init__(self, trainable: list[torch.Tensor], buffers: list[torch.Tensor], ddp: Mapping[str, Any]) -> None:
+        self.trainable, self.buffers = trainable, buffers
+        self._fired: set[int] = set()
+        self._unset: list[int] = []
+        self._versions = [-1] * len(buffers)
+        self._tail = _tail_for(trainable, buffers)
+        self._reducer = _build_reducer([*trainable, self._tail], ddp)
+        self._hooks = [t.register_post_accumulate_grad_hook(_adder(self._fired, i)) for i, t in enumerate(trainable)]
+
+    def arm(self, stop_asked: bool) -> None:
+        """Before backward: the reducer listens."""
+        self._stop_asked = stop_asked
+        self._fired.clear()
+        self._unset = [i for i, tensor in enumerate(self.trainable) if tensor.grad is None]
+        self._reducer._rebuild_buckets()
+        self._reducer.prepare_for_backward([])
+
+    def queue_close(self, _grad: torch.Tensor) -> None:
+        """A hook on the loss: callbacks can only be queued while backward runs."""
+        Variable._execution_engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        for i in range(len(self.trainable)):
+            if i not in self._fired:
+                self._reducer._autograd_hook(i)
+        self._tail.grad = self._tail_values()
+        self._reducer._autograd_hook(len(self.trainable))
+
+    def _tail_values(self) -> torch.Tensor:
+        """Flags (stop, used by parameter, changed by buffer), then the buffers' values, in one vector."""
+        used = [float(i in self._fired) for i in range(len(self.trainable))]
+        changed = [float(b._version != v) for b, v in zip(self.buffers, self._versions, strict=True)]
+        flags = torch.tensor([float(self._stop_asked), *used, *changed], dtype=self._tail.dtype)
+        values = [buffer.detach().reshape(-1).to(self._tail.dtype) for buffer in self.buffers]
+        return torch.cat([flags.to(self._tail.device), *values])
+
+    def settle(self) -> bool:
+        """After backward: what was used on no rank is as if it never was. True: some rank was asked to stop."""
+        tail = self._tail.grad
+        assert tail is not None
+        num_flags = 1 + len(self.trainable) + len(self.buffers)
+        stop, *flags = tail[:num_flags].tolist()
+        for i in self._unset:
+            if not flags[i]:
+                self.trainable[i].grad = None
+        self._settle_buffers(flags[len(self.trainable) :], tail[num_flags:])
+        return bool(stop)
+
+    def _settle_buffers(self, changed: list[float], values: torch.Tensor) -> None:
+        """Average the buffers that some rank changed; the others keep their bits."""
+        parts = values.split([buffer.numel() for buffer in self.buffers]) if self.buffers else ()
+        with torch.no_grad():
+            for i, (buffer, part) in enumerate(zip(self.buffers, parts, strict=True)):
+                if changed[i]:
+                    buffer.copy_(part.view_as(buffer))
+                self._versions[i] = buffer._version
+
+    def close(self) -> None:
+        """Take our hooks off the user's tensors."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _adder(fired: set[int], index: int) -> Callable[[torch.Tensor], None]:
+    return lambda _tensor: fired.add(index)
+
+
+def _tail_for(trainable: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.nn.Parameter:
+    """The tail parameter: precise enough for every buffer, else of the last parameter's kind, to share its bucket."""
+    dtype = trainable[-1].dtype
+    for buffer in buffers:
+        dtype = torch.promote_types(dtype, buffer.dtype)
+    size = 1 + len(trainable) + len(buffers) + sum(buffer.numel() for buffer in buffers)
+    return nn.Parameter(torch.zeros(size, dtype=dtype, device=trainable[-1].device))
+
+
+def _build_reducer(tensors: list[torch.Tensor], ddp: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # init_sync=False: the weights are equal by construction, and the verifier proves it; a broadcast would hide
+        # that the first forward had run on unequal ones
+        return DistributedDataParallel(_Tensors(tensors), init_sync=False, **ddp).reducer

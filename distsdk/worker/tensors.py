@@ -1,0 +1,39 @@
+"""Tensors across processes: each storage once, its bytes out of band, and nothing shared with the sender."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def storage_reducer(obj: Any) -> Any:
+    """A reducer for `wire.pickling`: storages become buffers (torch's own way copies each through ``torch.save``)."""
+    if isinstance(obj, torch.storage.TypedStorage):
+        return _rebuild_typed, (obj._untyped_storage, obj.dtype)
+    if isinstance(obj, torch.UntypedStorage):
+        return _reduce_untyped(obj)
+    return NotImplemented
+
+
+def _reduce_untyped(storage: torch.UntypedStorage) -> Any:
+    # torch keeps one Python object for a storage while it is referenced, so pickle's memo sees shared storages
+    host = storage if storage.device.type == "cpu" else storage.cpu()
+    if host.nbytes() == 0:
+        return torch.UntypedStorage, (0,)
+    flat = torch.empty(0, dtype=torch.uint8).set_(host)  # type: ignore[call-overload]
+    return _rebuild_untyped, (pickle.PickleBuffer(flat.numpy()), storage.device.type)
+
+
+def _rebuild_untyped(buffer: Any, device_type: str) -> torch.UntypedStorage:
+    array = np.frombuffer(buffer, dtype=np.uint8)
+    if not array.flags.writeable:
+        array = array.copy()
+    storage = torch.from_numpy(array).untyped_storage()
+    return storage.cuda() if device_type == "cuda" and torch.cuda.is_available() else storage
+
+
+def _rebuild_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
