@@ -14,8 +14,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from distsdk.worker.buffers import Slot
 from distsdk.worker.replacing import replaced
 
 
@@ -127,14 +129,17 @@ class Discovery:
             found.setdefault(id(parameter), (f"optimizer parameter {number}", parameter))
         return [pair for key, pair in found.items() if key not in own_ddp]
 
-    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+    def buffers(self) -> list[Slot]:
         """Floating-point buffers of models, each once; those of copies not."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[tuple[int, str], Slot] = {}
         for prefix, root in self.named_roots():
             if root not in self._copies and not isinstance(root, DistributedDataParallel):
-                for name, buffer in root.named_buffers():
-                    if buffer.is_floating_point():
-                        found.setdefault(id(buffer), (prefix + name, buffer))
+                for path, module in root.named_modules():
+                    for key, buffer in module._buffers.items():
+                        if buffer is not None and buffer.is_floating_point():
+                            name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
+                            slot = Slot(name, module._buffers, key, isinstance(module, _NormBase))
+                            found.setdefault((id(module._buffers), key), slot)
         return list(found.values())
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:

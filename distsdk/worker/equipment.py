@@ -71,7 +71,9 @@ class Equipment:
         self.session.leave_if_stopping()
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        buffers = [(f"buffer {name}", buffer) for name, buffer in self.discovery.named_buffers()]
+        """Parameters; from the first step on also buffers, which the first forward changed on each rank by itself."""
+        slots = self.discovery.buffers() if self.verifier.step else []
+        buffers = [(f"buffer {slot.name}", tensor) for slot in slots if (tensor := slot.tensor()) is not None]
         return [*self.discovery.named_parameters(), *buffers]
 
     def _send_fingerprint(self, step: int, digests: dict[str, int]) -> None:

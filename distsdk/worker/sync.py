@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from distsdk.worker.buffers import BufferSync, Slot
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
 
@@ -99,7 +100,7 @@ class Synchroniser:
             self._version = self.discovery.version
             if not _same([tensor for _, tensor in self.discovery.named_parameters()], self._watched):
                 return True
-        return _signature(self._watched) != self._signature
+        return _signature(self._watched) != self._signature or (self._replica is not None and self._replica.is_stale())
 
     def _watch(self) -> None:
         self._forget_replica()
@@ -113,9 +114,8 @@ class Synchroniser:
             self._started = True
             self._on_first()
         if trainable and self.world_size > 1:
-            buffers = [buffer for _, buffer in self.discovery.named_buffers()]
             with self.discovery.ignoring():
-                self._replica = Replica(trainable, buffers, self._ddp)
+                self._replica = Replica(trainable, self.discovery.buffers(), self._ddp)
 
     def _forget_replica(self) -> None:
         if self._replica is not None:
@@ -148,14 +148,21 @@ class _Tensors(nn.Module):
 class Replica:
     """One build of DDP's reducer over a fixed list of trainable tensors."""
 
-    def __init__(self, trainable: list[torch.Tensor], buffers: list[torch.Tensor], ddp: Mapping[str, Any]) -> None:
-        self.trainable, self.buffers = trainable, buffers
+    def __init__(self, trainable: list[torch.Tensor], slots: list[Slot], ddp: Mapping[str, Any]) -> None:
+        self.trainable = trainable
+        last = trainable[-1]  # the tail is like it, unless buffers want more precision: then it shares its bucket
+        self._buffers = BufferSync(slots, last.dtype, last.device)
+        size = 1 + len(trainable) + self._buffers.size
+        self._tail = nn.Parameter(torch.zeros(size, dtype=self._buffers.dtype, device=last.device))
         self._fired: set[int] = set()
         self._unset: list[int] = []
-        self._versions = [-1] * len(buffers)
-        self._tail = _tail_for(trainable, buffers)
+        self._must_rebuild = False
         self._reducer = _build_reducer([*trainable, self._tail], ddp)
         self._hooks = [t.register_post_accumulate_grad_hook(_adder(self._fired, i)) for i, t in enumerate(trainable)]
+
+    def is_stale(self) -> bool:
+        """True when the buffers are no longer those that it was built for."""
+        return self._must_rebuild or self._buffers.is_stale()
 
     def arm(self, stop_asked: bool) -> None:
         """Before backward: the reducer listens."""
@@ -177,33 +184,23 @@ class Replica:
         self._reducer._autograd_hook(len(self.trainable))
 
     def _tail_values(self) -> torch.Tensor:
-        """Flags (stop, used by parameter, changed by buffer), then the buffers' values, in one vector."""
+        """Flags (stop, then used by parameter), then the buffers' part."""
         used = [float(i in self._fired) for i in range(len(self.trainable))]
-        changed = [float(b._version != v) for b, v in zip(self.buffers, self._versions, strict=True)]
-        flags = torch.tensor([float(self._stop_asked), *used, *changed], dtype=self._tail.dtype)
-        values = [buffer.detach().reshape(-1).to(self._tail.dtype) for buffer in self.buffers]
-        return torch.cat([flags.to(self._tail.device), *values])
+        flags = torch.tensor([float(self._stop_asked), *used], dtype=self._tail.dtype, device=self._tail.device)
+        return torch.cat([flags, self._buffers.outgoing()])
 
     def settle(self) -> bool:
         """After backward: what was used on no rank is as if it never was. True: some rank was asked to stop."""
         tail = self._tail.grad
         assert tail is not None
-        num_flags = 1 + len(self.trainable) + len(self.buffers)
-        stop, *flags = tail[:num_flags].tolist()
+        num_flags = 1 + len(self.trainable)
+        stop, *used = tail[:num_flags].tolist()
         for i in self._unset:
-            if not flags[i]:
+            if not used[i]:
                 self.trainable[i].grad = None
-        self._settle_buffers(flags[len(self.trainable) :], tail[num_flags:])
+        if self._buffers.size:
+            self._must_rebuild = self._buffers.settle(tail[num_flags:])
         return bool(stop)
-
-    def _settle_buffers(self, changed: list[float], values: torch.Tensor) -> None:
-        """Average the buffers that some rank changed; the others keep their bits."""
-        parts = values.split([buffer.numel() for buffer in self.buffers]) if self.buffers else ()
-        with torch.no_grad():
-            for i, (buffer, part) in enumerate(zip(self.buffers, parts, strict=True)):
-                if changed[i]:
-                    buffer.copy_(part.view_as(buffer))
-                self._versions[i] = buffer._version
 
     def close(self) -> None:
         """Take our hooks off the user's tensors."""
@@ -213,15 +210,6 @@ class Replica:
 
 def _adder(fired: set[int], index: int) -> Callable[[torch.Tensor], None]:
     return lambda _tensor: fired.add(index)
-
-
-def _tail_for(trainable: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.nn.Parameter:
-    """The tail parameter: precise enough for every buffer, else of the last parameter's kind, to share its bucket."""
-    dtype = trainable[-1].dtype
-    for buffer in buffers:
-        dtype = torch.promote_types(dtype, buffer.dtype)
-    size = 1 + len(trainable) + len(buffers) + sum(buffer.numel() for buffer in buffers)
-    return nn.Parameter(torch.zeros(size, dtype=dtype, device=trainable[-1].device))
 
 
 def _build_reducer(tensors: list[torch.Tensor], ddp: Mapping[str, Any]) -> Any:

@@ -1,0 +1,105 @@
+"""Floating-point buffers (BatchNorm statistics) kept equal: what each rank added to them is averaged in the tail.
+
+Differences are sent, not values, so that a buffer which no rank changes keeps its bits exactly. Buffers that never
+change (masks, position tables) are only watched: they cost one flag each, until some rank changes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One buffer by its place, since code may put a new tensor there; refers to no module."""
+
+    name: str
+    owner: dict[str, torch.Tensor | None]
+    key: str
+    is_statistic: bool
+    """True for the running statistics of a normalisation layer, which change without a trace in the version counter."""
+
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now."""
+        return self.owner.get(self.key)
+
+    def stamp(self) -> tuple[int, int]:
+        """Changes whenever the buffer does (but for statistics)."""
+        tensor = self.tensor()
+        return (id(tensor), -1) if tensor is None or tensor.is_inference() else (id(tensor), tensor._version)
+
+
+class BufferSync:
+    """The buffers of one build of the reducer. Building it is collective; nothing later is."""
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device) -> None:
+        slots = [slot for slot in slots if slot.tensor() is not None]
+        self.dtype = dtype
+        for slot in slots:
+            self.dtype = torch.promote_types(self.dtype, slot.tensor().dtype)  # type: ignore[union-attr]
+        self._device = device
+        active = _agreed_active(slots, self._flat(slots)) if slots else []
+        self._active = [slot for slot, is_active in zip(slots, active, strict=True) if is_active]
+        self._watched = [slot for slot, is_active in zip(slots, active, strict=True) if not is_active]
+        self._stamps = [slot.stamp() for slot in self._watched]
+        self._base = _from_rank_0(self._flat(self._active)) if self._active else self._flat([])
+        """The values that all ranks agreed on last."""
+        self.size = len(self._watched) + self._base.numel()
+
+    def _flat(self, slots: list[Slot]) -> torch.Tensor:
+        parts = [torch.empty(0), *(tensor.detach().reshape(-1) for slot in slots if (tensor := slot.tensor()) is not None)]
+        return torch.cat([part.to(self._device, self.dtype) for part in parts])
+
+    def is_stale(self) -> bool:
+        """True when a buffer was taken away or changed its size."""
+        return sum(t.numel() for slot in self._active if (t := slot.tensor()) is not None) != self._base.numel()
+
+    def outgoing(self) -> torch.Tensor:
+        """For the tail: a flag for each watched buffer that changed, then this rank's additions to the active ones."""
+        flags = [float(slot.stamp() != stamp) for slot, stamp in zip(self._watched, self._stamps, strict=True)]
+        return torch.cat([torch.tensor(flags, dtype=self.dtype, device=self._device), self._flat(self._active) - self._base])
+
+    def settle(self, incoming: torch.Tensor) -> bool:
+        """Take in the mean over the ranks. True: a watched buffer changed somewhere, so build anew with it active."""
+        num_flags = len(self._watched)
+        delta = incoming[num_flags:]
+        self._base = self._base + delta
+        with torch.no_grad():
+            self._write_back()
+        return bool(num_flags) and bool(incoming[:num_flags].any())
+
+    def _write_back(self) -> None:
+        """Only what differs: writing moves the version counter, and a graph that is kept may still need the buffer."""
+        current = self._flat(self._active)
+        if torch.equal(current, self._base):
+            return
+        offset = 0
+        for slot in self._active:
+            tensor = slot.tensor()
+            assert tensor is not None
+            part = self._base[offset : offset + tensor.numel()].view_as(tensor)
+            offset += tensor.numel()
+            if not torch.equal(part.to(tensor.dtype), tensor):
+                tensor.copy_(part)
+
+
+def _agreed_active(slots: list[Slot], own: torch.Tensor) -> list[bool]:
+    """Which buffers to synchronise: statistics, and whatever differs between ranks already."""
+    first, offset, flags = _from_rank_0(own), 0, []
+    for slot in slots:
+        size = slot.tensor().numel()  # type: ignore[union-attr]
+        differs = not torch.equal(own[offset : offset + size], first[offset : offset + size])
+        flags.append(float(differs or slot.is_statistic))
+        offset += size
+    agreed = torch.tensor(flags, device=own.device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in agreed.tolist()]
+
+
+def _from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    dist.broadcast(values, 0)
+    return values
