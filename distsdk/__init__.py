@@ -1,11 +1,11 @@
 """distsdk: write a training function as if there were one process; call it, and it trains on N workers.
 
-    from distsdk import distributed
+from distsdk import distributed
 
-    @distributed(workers=2)
-    def train(model, loader): ...
+@distributed(workers=2)
+def train(model, loader): ...
 
-    result = train(model, loader)
+result = train(model, loader)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HOMES = {
     ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

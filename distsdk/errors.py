@@ -78,5 +78,6 @@ class RemoteTraceback(DistError):
 class StopTraining(BaseException):
     """Raised inside the user's function at a step boundary, on all ranks at the same step, after ``Job.stop()``.
 
-    A BaseException, so that ``except Exception`` around a step does not swallow it. Let it pass, or clean up and re-raise.
+    A BaseException, so that ``except Exception`` around a step does not swallow it. Let it pass, or clean up and
+    re-raise.
     """

@@ -59,7 +59,7 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the workers, on top of the driver's environment."""
     start: str = "auto"
-    """How workers start: "fork" from a process with torch imported, "exec" a new interpreter, "auto": fork where safe."""
+    """How workers start: "fork": from a process with torch imported; "exec": new interpreters; "auto": fork if safe."""
     logs: str = "rank0"
     """Whose output reaches the terminal: "rank0", "all" (with a prefix) or "none". All ranks always go to files."""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -72,7 +72,9 @@ class Options:
         _check(isinstance(self.ddp, Mapping), "ddp", self.ddp, "a mapping of DistributedDataParallel arguments")
         unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
         _check(not unknown, "ddp", dict(self.ddp), f"a mapping with keys out of {sorted(DDP_ARGUMENTS)}")
-        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1")
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1"
+        )
         positive = self.timeout is None or (isinstance(self.timeout, (int, float)) and self.timeout > 0)
         _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")

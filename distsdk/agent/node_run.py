@@ -1,4 +1,4 @@
-"""One run's workers on this node: started, listened to, stopped; their messages and output go to the driver in order."""
+"""One run's workers on this node: started, listened to, stopped; what they say and print goes to the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from distsdk.spec import WorkerSpec
 from distsdk.wire.channel import Channel, ChannelClosed, channel_pair, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
-    Assign, Died, Ended, Exited, Launch, Message, Outcome, Printed, Release, Started, Stop,
+    Assign,
+    Died,
+    Ended,
+    Exited,
+    Launch,
+    Message,
+    Outcome,
+    Printed,
+    Release,
+    Started,
+    Stop,
 )  # fmt: skip
 
 EXIT_GRACE_S = 5.0
@@ -85,7 +95,7 @@ class NodeRun:
         self._workers.append(worker)
         for pipe in worker.pipes:
             os.set_blocking(pipe, False)
-            self._loop.watch(pipe, partial(self._on_output, worker, pipe))
+            self._watch_output(worker, pipe)
         self._loop.talk(ours, partial(self._on_event, worker), lambda: None)
         ours.send(Assign(spec, launch.payload), attached)
         descriptors = [theirs.detach(), out_write, err_write]
@@ -102,6 +112,12 @@ class NodeRun:
             worker.has_outcome = True
             self._drain_output(worker)  # the worker flushed before it sent this
         self.tell(message, descriptors)
+
+    def _watch_output(self, worker: _Worker, pipe: int) -> None:
+        def on_readable() -> None:
+            self._on_output(worker, pipe)
+
+        self._loop.watch(pipe, on_readable)
 
     def _on_output(self, worker: _Worker, pipe: int) -> bool:
         """Pass on one piece of output; False at the end of what is there now."""
@@ -128,7 +144,7 @@ class NodeRun:
             if worker.is_paused:
                 worker.is_paused = False
                 for pipe in worker.pipes:
-                    self._loop.watch(pipe, partial(self._on_output, worker, pipe))
+                    self._watch_output(worker, pipe)
 
     def _drain_output(self, worker: _Worker) -> None:
         for pipe in list(worker.pipes):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from distsdk.wire.channel import Channel, channel_pair, close_all
+from distsdk.wire.channel import channel_pair, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
 

@@ -20,7 +20,7 @@ from distsdk.agent.devices import count_gpus
 from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.errors import AgentStartError
 from distsdk.spec import NodeInfo
-from distsdk.wire.channel import Channel, ChannelClosed, channel_pair
+from distsdk.wire.channel import ChannelClosed, channel_pair
 from distsdk.wire.messages import Open
 
 READ_AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")

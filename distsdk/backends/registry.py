@@ -24,7 +24,9 @@ def backend_for(choice: Any) -> Backend:
             )
         choice = KNOWN[choice]()
     if not all(hasattr(choice, method) for method in ("unavailable_reason", "nodes", "start")):
-        raise UsageError(f"backend={choice!r} is neither a name nor a backend: it lacks unavailable_reason, nodes or start.")
+        raise UsageError(
+            f"backend={choice!r} is neither a name nor a backend: it lacks unavailable_reason, nodes or start."
+        )
     backend: Backend = choice
     if reason := backend.unavailable_reason():
         raise BackendUnavailable(f"backend {backend.name!r} cannot be used here: {reason}")

@@ -1,4 +1,4 @@
-"""One call made ready in the caller's thread: everything that can be refused is refused here, before anything starts."""
+"""One call made ready in the caller's thread: what can be refused is refused here, before anything starts."""
 
 from __future__ import annotations
 

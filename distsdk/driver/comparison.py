@@ -33,7 +33,9 @@ class Comparison:
 
 def _differences(step: int, by_rank: dict[int, Mapping[str, int]]) -> list[str]:
     first = by_rank[0]
-    when = {0: "before the first optimizer step", -1: "at the end of the function"}.get(step, f"after optimizer step {step}")
+    when = {0: "before the first optimizer step", -1: "at the end of the function"}.get(
+        step, f"after optimizer step {step}"
+    )
     for rank in sorted(by_rank):
         if by_rank[rank].keys() != first.keys():
             odd = sorted(by_rank[rank].keys() ^ first.keys())[0]
@@ -44,4 +46,5 @@ def _differences(step: int, by_rank: dict[int, Mapping[str, int]]) -> list[str]:
 
 
 def _sentence(name: str, ranks: list[int], when: str) -> str:
-    return f"{name!r} differs {when}: rank 0 and rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} are not equal."
+    others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{name!r} differs {when}: rank 0 and {others} are not equal."

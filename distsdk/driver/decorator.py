@@ -143,11 +143,15 @@ def _decorated(fn: Any, given: dict[str, Any]) -> Distributed[Any, Any]:
     if isinstance(fn, Distributed):  # decorated twice: one launch, the outer options win
         return Distributed(fn.fn, {**fn._given, **given})
     if isinstance(fn, type):
-        raise UsageError(f"distributed cannot decorate the class {fn.__name__}: decorate a method, or a function that uses it.")
+        raise UsageError(
+            f"distributed cannot decorate the class {fn.__name__}: decorate a method, or a function that uses it."
+        )
     if isinstance(fn, (types.BuiltinFunctionType, types.MethodWrapperType)):
         raise UsageError(f"distributed cannot decorate the builtin {fn.__name__}: wrap it in a function of your own.")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-        raise UsageError(f"{name_of(fn)} is an async or generator function: decorate a plain one, which returns its value.")
+        raise UsageError(
+            f"{name_of(fn)} is an async or generator function: decorate a plain one, which returns its value."
+        )
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
         raise UsageError(f"distributed decorates functions, and {fn!r} cannot be called. Options are given by keyword.")
     return Distributed(fn, given)

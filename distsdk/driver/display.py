@@ -1,4 +1,4 @@
-"""One live line: on a terminal it is rewritten in place, in a notebook one HTML cell is, elsewhere a line now and then."""
+"""One live line: rewritten in place on a terminal and in a notebook, elsewhere a new line now and then."""
 
 from __future__ import annotations
 

@@ -1,13 +1,19 @@
-"""From a verdict to the exception that the caller gets: the user's own type, with everything needed to find the cause."""
+"""From a verdict to the exception that the caller gets: the user's own type, with all that helps to find the cause."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distsdk.driver.group import Verdict
+from distsdk.driver.group import Verdict, is_peer_error
 from distsdk.errors import (
-    AgentLost, AgentStartError, DeadlineExceeded, DistError, DivergenceError, RemoteTraceback, WorkerDied,
+    AgentLost,
+    AgentStartError,
+    DeadlineExceeded,
+    DistError,
+    DivergenceError,
+    RemoteTraceback,
+    WorkerDied,
 )  # fmt: skip
 from distsdk.wire.messages import Died, Outcome, Raised, Returned, Stopped
 from distsdk.wire.pickling import at_home, unpack
@@ -15,14 +21,19 @@ from distsdk.wire.pickling import at_home, unpack
 NOTE_LINES = 10
 
 
-def exception_for(verdict: Verdict, outcomes: Mapping[int, Outcome], home: Mapping[int, Any], timeout: float | None) -> BaseException:
+def exception_for(
+    verdict: Verdict, outcomes: Mapping[int, Outcome], home: Mapping[int, Any], timeout: float | None
+) -> BaseException:
     """The exception that the caller gets, without notes yet."""
     outcome = outcomes.get(verdict.rank)
     if isinstance(outcome, Raised):
         return _users_exception(outcome, home)
     if isinstance(outcome, Died):
         return WorkerDied(
-            f"rank {verdict.rank} {described(outcome)}", rank=verdict.rank, exit_code=outcome.exit_code, signal=outcome.signal
+            f"rank {verdict.rank} {described(outcome)}",
+            rank=verdict.rank,
+            exit_code=outcome.exit_code,
+            signal=outcome.signal,
         )
     detail = verdict.detail
     by_kind: dict[str, DistError] = {
@@ -68,7 +79,9 @@ def described(outcome: Outcome) -> str:
         return f"was killed by {outcome.signal}{_HINTS.get(outcome.signal, '')}"
     if outcome.reason:
         return f"ended with exit code {outcome.exit_code}: {outcome.reason}"
-    return f"ended with exit code {outcome.exit_code} without returning (os._exit, or an extension that ended the process)"
+    return (
+        f"ended with exit code {outcome.exit_code} without returning (os._exit, or an extension that ended the process)"
+    )
 
 
 _HINTS = {
@@ -110,12 +123,17 @@ def add_notes(
 
 
 def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
-    """What other ranks failed with, equal ones in one line; those that only lost their peer or were killed are left out."""
-    from distsdk.driver.group import is_peer_error
-
+    """What other ranks failed with, equal ones in one line; ranks that lost their peer or were killed are left out."""
     by_text: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
-        if rank != cause and isinstance(outcome, (Raised, Died)) and not is_peer_error(outcome):
-            if not (isinstance(outcome, Died) and outcome.signal == "SIGKILL"):
-                by_text.setdefault(described(outcome), []).append(rank)
-    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} {text}" for text, ranks in by_text.items()]
+        if rank != cause and not is_peer_error(outcome) and _is_failure(outcome):
+            by_text.setdefault(described(outcome), []).append(rank)
+    return [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} {text}"
+        for text, ranks in by_text.items()
+    ]
+
+
+def _is_failure(outcome: Outcome) -> bool:
+    """Failed by itself: killed by distsdk, as the others are, does not count."""
+    return isinstance(outcome, Raised) or (isinstance(outcome, Died) and outcome.signal != "SIGKILL")

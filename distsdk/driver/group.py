@@ -1,8 +1,8 @@
-"""The life of a worker group, decided without I/O: events in, commands out. One fate: the first rank that fails decides.
+"""The life of a worker group, decided without I/O: events in, commands out. The first failure decides for all.
 
-    starting --Ready--> running --all Returned--> leaving --all Exited--> over
-                           |  a failure: wait a little for the root cause, then kill
-                           +--------------------> failing --all Exited--> over
+starting --Ready--> running --all Returned--> leaving --all Exited--> over
+                       |  a failure: wait a little for the root cause, then kill
+                       +--------------------> failing --all Exited--> over
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
 def root_cause(outcomes: dict[int, Outcome]) -> int | None:
     """The rank whose failure explains the others: an exception of the user's code, then a death, then an error of a
     collective whose peer had gone; the earliest within each. None when no rank failed."""
-    failures = [(_blame(outcome), order, rank) for order, (rank, outcome) in enumerate(outcomes.items())]
-    failures = [failure for failure in failures if failure[0] is not None]
-    return min(failures)[2] if failures else None  # type: ignore[type-var]
+    ordered = enumerate(outcomes.items())
+    failures = [(blame, order, rank) for order, (rank, outcome) in ordered if (blame := _blame(outcome)) is not None]
+    return min(failures)[2] if failures else None
 
 
 def _blame(outcome: Outcome) -> int | None:
@@ -232,7 +232,7 @@ _PEER_ERROR_WORDS = (
 
 
 def is_peer_error(outcome: Outcome) -> bool:
-    """True for an exception that says no more than that another rank is gone (texts of torch's gloo, NCCL, TCPStore)."""
+    """True for an exception that only says that another rank is gone (texts of torch's gloo, NCCL and TCPStore)."""
     if not isinstance(outcome, Raised):
         return False
     is_typed = outcome.type_name in _PEER_ERROR_TYPES

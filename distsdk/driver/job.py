@@ -57,7 +57,7 @@ class Job(Future[Result[R]], Generic[R]):
 
     @property
     def status(self) -> str:
-        """"starting", "running", "completed", "failed", "interrupted" or "cancelled"."""
+        """ "starting", "running", "completed", "failed", "interrupted" or "cancelled"."""
         return "cancelled" if self.cancelled() else self._run.status
 
     def running(self) -> bool:

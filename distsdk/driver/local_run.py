@@ -73,7 +73,13 @@ def _called(
 
 
 def _result(
-    plan: Plan, folder: RunFolder, seed: int, recorder: Recorder, value: Any, error: BaseException | None, seconds: float
+    plan: Plan,
+    folder: RunFolder,
+    seed: int,
+    recorder: Recorder,
+    value: Any,
+    error: BaseException | None,
+    seconds: float,
 ) -> Result[Any]:
     status = "completed" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     recorder.close(status, 1)

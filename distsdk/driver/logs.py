@@ -12,7 +12,9 @@ from typing import BinaryIO
 from distsdk.storage.folder import RunFolder
 from distsdk.wire.messages import Printed
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # not str.splitlines, which also splits at form feeds and the like
+_LINE = re.compile(
+    r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+"
+)  # not str.splitlines, which also splits at form feeds and the like
 TAIL_LINES = 20
 LONGEST_LINE = 1 << 20
 """A longer line is passed on in pieces."""

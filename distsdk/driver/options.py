@@ -44,7 +44,10 @@ def parse(text: str) -> Any:
 
 
 def _from_pyproject(folder: Path) -> dict[str, Any]:
-    file = next((parent / "pyproject.toml" for parent in (folder, *folder.parents) if (parent / "pyproject.toml").is_file()), None)
+    file = next(
+        (parent / "pyproject.toml" for parent in (folder, *folder.parents) if (parent / "pyproject.toml").is_file()),
+        None,
+    )
     if file is None:
         return {}
     table, source = _table_of(str(file), os.stat(file).st_mtime_ns), f"[tool.distsdk] in {file}"

@@ -19,7 +19,13 @@ class Recorder:
     """One run's history, trackers and display."""
 
     def __init__(
-        self, folder: RunFolder, name: str, num_ranks: int, trackers: tuple[str, ...], config: Mapping[str, Any], display: Display
+        self,
+        folder: RunFolder,
+        name: str,
+        num_ranks: int,
+        trackers: tuple[str, ...],
+        config: Mapping[str, Any],
+        display: Display,
     ) -> None:
         self.history = History(num_ranks)
         self.checkpoint_names: list[str] = []
@@ -96,5 +102,3 @@ class Recorder:
         for tracker in self._trackers:
             tracker.finish(status)
         self.display.close()
-
-

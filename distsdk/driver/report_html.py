@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distsdk.driver.result import Result
@@ -12,13 +12,10 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 220, 60
 
 
-def result_html(result: Result[object]) -> str:
+def result_html(result: Result[Any]) -> str:
     """The whole of it."""
     head = f"<b>{html.escape(result.name)}</b> {result.status} on {len(result.ranks)} worker(s), {total(result)} s"
-    curves = "".join(
-        f"<td>{html.escape(name)}<br>{curve(result.history.column(name))}<br>{result.metrics.get(name, math.nan):.4g}</td>"
-        for name in result.history.names()
-    )
+    curves = "".join(_cell(result, name) for name in result.history.names())
     ranks = "".join(
         f"<tr><td>{info.rank}</td><td>{html.escape(info.host)}</td><td>{info.device}</td>"
         f"<td>{html.escape(info.exit)}</td><td><code>{html.escape(info.log_path)}</code></td></tr>"
@@ -31,7 +28,12 @@ def result_html(result: Result[object]) -> str:
     )
 
 
-def total(result: Result[object]) -> str:
+def _cell(result: Result[Any], name: str) -> str:
+    last = result.metrics.get(name, math.nan)
+    return f"<td>{html.escape(name)}<br>{curve(result.history.column(name))}<br>{last:.4g}</td>"
+
+
+def total(result: Result[Any]) -> str:
     """The run's seconds."""
     return f"{result.timings.get('total', 0.0):.1f}"
 

@@ -190,7 +190,8 @@ class Result(Generic[R]):
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        return f"<Result {self.status} of {self.name} on {len(self.ranks)} worker(s): {numbers or 'no metrics'}; {self.path}>"
+        head = f"{self.status} of {self.name} on {len(self.ranks)} worker(s)"
+        return f"<Result {head}: {numbers or 'no metrics'}; {self.path}>"
 
     def _repr_html_(self) -> str:
         return result_html(self)

@@ -3,6 +3,7 @@ says, and put together the Result."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,8 +17,18 @@ from distsdk.driver.comparison import BUFFER, Comparison
 from distsdk.driver.display import display_for
 from distsdk.driver.failure import add_notes, exception_for, other_failures, short_exit
 from distsdk.driver.group import (
-    After, AgentGone, Command, DeadlinePassed, Diverged, Event, Finish, LaunchWorkers, ReleaseWorkers,
-    StopWorkers, Verdict, WorkerGroup,
+    After,
+    AgentGone,
+    Command,
+    DeadlinePassed,
+    Diverged,
+    Event,
+    Finish,
+    LaunchWorkers,
+    ReleaseWorkers,
+    StopWorkers,
+    Verdict,
+    WorkerGroup,
 )  # fmt: skip
 from distsdk.driver.logs import Logs
 from distsdk.driver.recorder import Recorder
@@ -26,7 +37,19 @@ from distsdk.errors import ShipError
 from distsdk.wire.channel import ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
-    Ended, Fingerprinted, Launch, Message, Noted, Printed, Raised, Ready, Release, Reported, Returned, Started, Stop,
+    Ended,
+    Fingerprinted,
+    Launch,
+    Message,
+    Noted,
+    Printed,
+    Raised,
+    Ready,
+    Release,
+    Reported,
+    Returned,
+    Started,
+    Stop,
 )  # fmt: skip
 from distsdk.wire.pickling import at_home, unpack
 
@@ -138,8 +161,9 @@ class Run:
             if not sentence.startswith((f"'{BUFFER}", f'"{BUFFER}')):
                 self._feed(Diverged(f"the replicas have diverged: {sentence}"))
                 return
-            note = f"the replicas' buffers are not equal: {sentence} A forward pass in training mode without a backward does that."
-            self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", note))
+            why = "A forward pass in training mode without a backward does that."
+            text = f"the replicas' buffers are not equal: {sentence} {why}"
+            self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", text))
 
     def _feed(self, event: Event) -> None:
         for command in self.group.on(event):
@@ -263,9 +287,7 @@ def mean_of_mappings(values: list[Any]) -> dict[str, float]:
     mappings = [value for value in values if isinstance(value, dict)]
     if not mappings or len(mappings) < len(values):
         return {}
-    columns = {name: [mapping.get(name) for mapping in mappings] for name in mappings[0]}
-    is_number = all(isinstance(n, (int, float)) for column in columns.values() for n in column)
-    is_named = all(isinstance(name, str) for name in columns)
-    return {name: sum(column) / len(column) for name, column in columns.items()} if is_number and is_named else {}
-
-
+    columns: dict[Any, list[Any]] = {name: [mapping.get(name) for mapping in mappings] for name in mappings[0]}
+    if not all(isinstance(number, (int, float)) for column in columns.values() for number in column):
+        return {}
+    return {str(name): math.fsum(map(float, column)) / len(column) for name, column in columns.items()}

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,15 +166,15 @@ def _unimportable_by_value() -> Iterator[list[types.ModuleType]]:
 
 def user_modules() -> tuple[list[types.ModuleType], list[types.ModuleType]]:
     """The loaded modules that are neither installed nor standard: those importable by name, and those not."""
-    importable, others = [], []
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and module.__name__ == name and _is_users(name, module):
-            (importable if is_importable(name, module) else others).append(module)
-    return importable, others
+    modules = [module for name, module in list(sys.modules.items()) if _is_users(name, module)]
+    importable = [module for module in modules if is_importable(module)]
+    return importable, [module for module in modules if module not in importable]
 
 
-def _is_users(name: str, module: types.ModuleType) -> bool:
-    if name in ("__main__", "__mp_main__") or name.split(".")[0] in ("distsdk", *sys.stdlib_module_names):
+def _is_users(name: str, module: Any) -> bool:
+    if not isinstance(module, types.ModuleType) or module.__name__ != name:
+        return False
+    if name in ("__main__", "__mp_main__") or name.split(".", maxsplit=1)[0] in ("distsdk", *sys.stdlib_module_names):
         return False
     file = getattr(module, "__file__", None)
     if file is None:  # made at run time, or a namespace package, or built in
@@ -185,26 +185,28 @@ def _is_users(name: str, module: types.ModuleType) -> bool:
 @functools.cache
 def _installed_places() -> tuple[str, ...]:
     places = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    return tuple({os.path.join(place, "") for place in places if place != sys.prefix and place != sys.base_prefix})
+    return tuple({os.path.join(place, "") for place in places if place not in (sys.prefix, sys.base_prefix)})
 
 
-def is_importable(name: str, module: types.ModuleType) -> bool:
-    """True when importing `name` in a new process with this module path would give the same file."""
+def is_importable(module: types.ModuleType) -> bool:
+    """True when importing its name in a new process with this module path would give the same file."""
     path: Any = None
-    for depth, _part in enumerate(parts := name.split(".")):
-        full = ".".join(parts[: depth + 1])
-        spec = _found_afresh(full, path)
+    origin: str | None = None
+    parts = module.__name__.split(".")
+    for depth in range(len(parts)):
+        spec = _found_afresh(".".join(parts[: depth + 1]), path)
         if spec is None:
             return False
-        path = spec.submodule_search_locations
+        path, origin = spec.submodule_search_locations, spec.origin
     file = getattr(module, "__file__", None)
-    return spec.origin is None or file is None or os.path.abspath(spec.origin) == os.path.abspath(file)
+    return origin is None or file is None or os.path.abspath(origin) == os.path.abspath(file)
 
 
 def _found_afresh(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     """As a new interpreter would look for it: on the module path, or through an editable install's finder."""
-    editable = [finder for finder in sys.meta_path if "editable" in str(getattr(finder, "__module__", ""))]
-    for finder in (importlib.machinery.PathFinder, *editable):
+    editable: list[Any] = [finder for finder in sys.meta_path if "editable" in str(getattr(finder, "__module__", ""))]
+    finders: list[Any] = [importlib.machinery.PathFinder, *editable]
+    for finder in finders:
         try:
             spec: importlib.machinery.ModuleSpec | None = finder.find_spec(name, path)
         except (ImportError, ValueError):
@@ -226,7 +228,7 @@ def name_of(fn: Any) -> str:
 
 
 def variables(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call ships, by the name that its author knows: parameters, closure variables, globals, the bound object."""
+    """What a call ships, by the names that its author knows: parameters, captured variables, the bound object."""
     found: dict[str, Any] = {}
     inner = fn
     while isinstance(inner, functools.partial):
@@ -272,5 +274,3 @@ def _explained(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
-
-

@@ -15,7 +15,9 @@ def choose_workers(workers: int | str, gpu: bool | str, nodes: Sequence[NodeInfo
     """
     gpus = sum(node.gpus for node in nodes)
     if gpu is True and not gpus:
-        raise UsageError("gpu=True, but no GPU is visible here: use gpu=False or gpu='auto', or check CUDA_VISIBLE_DEVICES.")
+        raise UsageError(
+            "gpu=True, but no GPU is visible here: use gpu=False or gpu='auto', or check CUDA_VISIBLE_DEVICES."
+        )
     if workers == "auto":
         return (gpus, "cuda") if gpus and gpu else (1, "cpu")
     count = int(workers)

@@ -1,12 +1,12 @@
 """The run folder:
 
-    <run_dir>/run.json                  options, seed, versions; written first
-              history.jsonl             one aggregated row a step
-              result.json               status, metrics, ranks, timings; written last
-              values.pkl                what the ranks returned
-              logs/rank-0.log           everything that rank wrote
-              checkpoints/step-000120/  state.pt and manifest.json
-              tensorboard/              event files
+<run_dir>/run.json                  options, seed, versions; written first
+          history.jsonl             one aggregated row a step
+          result.json               status, metrics, ranks, timings; written last
+          values.pkl                what the ranks returned
+          logs/rank-0.log           everything that rank wrote
+          checkpoints/step-000120/  state.pt and manifest.json
+          tensorboard/              event files
 """
 
 from __future__ import annotations
@@ -75,13 +75,19 @@ def checkpoint_name(step: int) -> str:
 
 def create_run_folder(run_dir: str | None, name: str, run_id: str) -> RunFolder:
     """Make the folder of a new run. Raises UsageError when it cannot be written or holds another run."""
-    path = Path(run_dir) if run_dir else Path(DEFAULT_PARENT) / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
+    path = (
+        Path(run_dir)
+        if run_dir
+        else Path(DEFAULT_PARENT) / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
+    )
     folder = RunFolder(Path(os.path.abspath(path)))
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "logs").mkdir(exist_ok=False)
     except FileExistsError as error:
-        raise UsageError(f"run_dir {folder.path} holds another run (or a file is in the way): give a new folder.") from error
+        raise UsageError(
+            f"run_dir {folder.path} holds another run (or a file is in the way): give a new folder."
+        ) from error
     except OSError as error:
         raise UsageError(
             f"the run folder {folder.path} cannot be made: {error.strerror or error}. Give a folder that can be "

@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run folder: ``tensorboard --logdir distsdk_runs``. Written as it goes, by no thread."""
+"""TensorBoard event files in the run folder: ``tensorboard --logdir distsdk_runs``. Written at once, no thread."""
 
 from __future__ import annotations
 

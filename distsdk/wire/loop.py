@@ -1,4 +1,4 @@
-"""One thread, many descriptors, and deadlines: the event loop of agent and driver. No wait without an event or a time."""
+"""One thread, many descriptors, and deadlines: the event loop of agent and driver. It never polls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Loop:
             self._selector.unregister(descriptor)
         self._channels.pop(descriptor, None)
 
-    def talk(
-        self, channel: Channel, on_message: OnMessage, on_closed: OnClosed, on_room: OnRoom | None = None
-    ) -> None:
+    def talk(self, channel: Channel, on_message: OnMessage, on_closed: OnClosed, on_room: OnRoom | None = None) -> None:
         """Deliver the messages of `channel`, in order; `on_closed` once, when it ended (it is unwatched before).
 
         `on_room`: when the kernel has taken everything after it had not.

@@ -25,13 +25,13 @@ class Parcel(msgspec.Struct, frozen=True):
 # outcomes: how one rank ended
 
 
-class Returned(Message):
+class Returned(Message, frozen=True):
     """The function returned (or left by ``sys.exit(0)``, with None)."""
 
     value: Parcel
 
 
-class Raised(Message):
+class Raised(Message, frozen=True):
     """The function raised; the exception itself travels when it survives a round trip."""
 
     type_name: str
@@ -42,7 +42,7 @@ class Raised(Message):
     exception: Parcel | None
 
 
-class Died(Message):
+class Died(Message, frozen=True):
     """The process is gone without an outcome of its own."""
 
     exit_code: int | None
@@ -50,7 +50,7 @@ class Died(Message):
     reason: str = ""
 
 
-class Stopped(Message):
+class Stopped(Message, frozen=True):
     """The function ended because the driver had asked it to."""
 
 
@@ -59,14 +59,14 @@ Outcome = Returned | Raised | Died | Stopped
 # commands: driver -> agent -> worker
 
 
-class Open(Message):
+class Open(Message, frozen=True):
     """On the pool's channel: a run begins on the socket attached. The agent answers there, with Ready."""
 
     start: str
     """"auto", "fork" or "exec"."""
 
 
-class Launch(Message):
+class Launch(Message, frozen=True):
     """Start these ranks, all with one payload (a parcel of the function and its arguments)."""
 
     attempt: int
@@ -74,27 +74,27 @@ class Launch(Message):
     payload: Parcel
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     """To one worker: who it is and what it runs. Rank 0 gets the listening socket of the store as last descriptor."""
 
     spec: WorkerSpec
     payload: Parcel
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Stop at the next step boundary; after `grace_s` seconds be killed. 0: be killed now."""
 
     grace_s: float
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """All ranks have an outcome: the worker may exit."""
 
 
 # events: worker -> agent -> driver
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The agent can start workers; `problem`: why it can not."""
 
     protocol: int
@@ -105,7 +105,7 @@ class Ready(Message):
     problem: str = ""
 
 
-class Started(Message):
+class Started(Message, frozen=True):
     """A worker process exists."""
 
     attempt: int
@@ -113,7 +113,7 @@ class Started(Message):
     pid: int
 
 
-class Printed(Message):
+class Printed(Message, frozen=True):
     """Bytes that a rank wrote to stdout or stderr, in order within each stream."""
 
     attempt: int
@@ -122,7 +122,7 @@ class Printed(Message):
     data: bytes
 
 
-class Reported(Message):
+class Reported(Message, frozen=True):
     """One call of ``report``: numbers of one step of one rank."""
 
     attempt: int
@@ -136,7 +136,7 @@ class Reported(Message):
     """Name of the checkpoint committed with it, in the run folder."""
 
 
-class Fingerprinted(Message):
+class Fingerprinted(Message, frozen=True):
     """What one rank's replica looks like after an optimizer step; step -1: at the end."""
 
     attempt: int
@@ -145,7 +145,7 @@ class Fingerprinted(Message):
     digests: dict[str, int]
 
 
-class Noted(Message):
+class Noted(Message, frozen=True):
     """A sentence for the user, told once per run whichever rank says it first."""
 
     attempt: int
@@ -154,7 +154,7 @@ class Noted(Message):
     text: str
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """A rank has its outcome. Everything it wrote and reported before has been sent before."""
 
     attempt: int
@@ -162,14 +162,14 @@ class Ended(Message):
     outcome: Outcome
 
 
-class Exited(Message):
+class Exited(Message, frozen=True):
     """The process of a rank, and all it had started, is gone."""
 
     attempt: int
     rank: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The agent could not do what it was told."""
 
     attempt: int
@@ -179,20 +179,20 @@ class Failed(Message):
 # agent <-> forkserver
 
 
-class Fork(Message):
+class Fork(Message, frozen=True):
     """Fork a worker with the three descriptors attached: control socket, stdout, stderr."""
 
     ticket: int
 
 
-class Forked(Message):
+class Forked(Message, frozen=True):
     """A worker was forked."""
 
     ticket: int
     pid: int
 
 
-class Reaped(Message):
+class Reaped(Message, frozen=True):
     """A forked worker is gone; `status` is its exit code, negative for a signal."""
 
     ticket: int

@@ -1,4 +1,4 @@
-"""The user's objects as parcels: cloudpickle, with large buffers out of band and the classes of the driver kept its own.
+"""The user's objects as parcels: cloudpickle, large buffers out of band, and the driver's classes kept its own.
 
 A parcel holds an index, the pickle, then each large buffer. Only driver and worker call `unpack`.
 """

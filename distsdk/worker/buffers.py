@@ -50,7 +50,10 @@ class BufferSync:
         self.size = len(self._watched) + self._base.numel()
 
     def _flat(self, slots: list[Slot]) -> torch.Tensor:
-        parts = [torch.empty(0), *(tensor.detach().reshape(-1) for slot in slots if (tensor := slot.tensor()) is not None)]
+        parts = [
+            torch.empty(0),
+            *(tensor.detach().reshape(-1) for slot in slots if (tensor := slot.tensor()) is not None),
+        ]
         return torch.cat([part.to(self._device, self.dtype) for part in parts])
 
     def is_stale(self) -> bool:
@@ -60,7 +63,9 @@ class BufferSync:
     def outgoing(self) -> torch.Tensor:
         """For the tail: a flag for each watched buffer that changed, then this rank's additions to the active ones."""
         flags = [float(slot.stamp() != stamp) for slot, stamp in zip(self._watched, self._stamps, strict=True)]
-        return torch.cat([torch.tensor(flags, dtype=self.dtype, device=self._device), self._flat(self._active) - self._base])
+        return torch.cat(
+            [torch.tensor(flags, dtype=self.dtype, device=self._device), self._flat(self._active) - self._base]
+        )
 
     def settle(self, incoming: torch.Tensor) -> bool:
         """Take in the mean over the ranks. True: a watched buffer changed somewhere, so build anew with it active."""

@@ -78,7 +78,9 @@ class Checkpoint:
         file = self.path / STATE_FILE
         described = self.manifest["files"][STATE_FILE]
         if not file.is_file() or _described(file) != described:
-            raise CheckpointError(f"{file} is missing or damaged: it does not have the size and checksum of its manifest.")
+            raise CheckpointError(
+                f"{file} is missing or damaged: it does not have the size and checksum of its manifest."
+            )
         try:
             return dict(torch.load(file, map_location=map_location, weights_only=not trusted))
         except Exception as error:

@@ -42,7 +42,8 @@ def _spare_group(destroy: Any) -> Any:
 def _whole_save(save: Any) -> Any:
     def save_whole(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(f, (str, Path)) or not Path(f).parent.is_dir() or _is_special(Path(f)):
-            return save(obj, f, *args, **kwargs)
+            save(obj, f, *args, **kwargs)
+            return
         with committed_file(Path(f)) as staging:
             save(obj, staging, *args, **kwargs)
 

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from distsdk.worker.buffers import Slot
 from distsdk.worker.replacing import replaced
 
-
 T = TypeVar("T")
 
 
@@ -125,8 +124,8 @@ class Discovery:
             for name, parameter in root.named_parameters():
                 if root not in self._copies or id(parameter) in held_ids:
                     found.setdefault(id(parameter), (prefix + name, parameter))
-        for number, parameter in enumerate(held):
-            found.setdefault(id(parameter), (f"optimizer parameter {number}", parameter))
+        for number, tensor in enumerate(held):
+            found.setdefault(id(tensor), (f"optimizer parameter {number}", tensor))
         return [pair for key, pair in found.items() if key not in own_ddp]
 
     def buffers(self) -> list[Slot]:

@@ -48,7 +48,7 @@ class Equipment:
         """Within it, the user's function can run. With wrap=False models and loaders are left alone."""
         with ExitStack() as stack:
             for module, current in ((contexts, self.context), (sessions, self.session)):
-                stack.callback(module.enter, module.enter(current))  # type: ignore[attr-defined]
+                stack.callback(module.enter, module.enter(current))
             if self.context.world_size > 1:
                 stack.enter_context(courtesies())
             if wrap:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from distsdk.errors import ShipError, StopTraining, UsageError
 from distsdk.spec import WorkerSpec
@@ -92,7 +93,9 @@ def become(spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        stream = open(  # noqa: SIM115 - it lives as long as the process
+            descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable(file=2)
@@ -210,18 +213,16 @@ def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
     place = spec.place
     pg_backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     if place.world_size == 1:
-        store: Any = dist.HashStore()
+        store: Any = HashStore()
     else:
         is_host = place.rank == 0
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", spec.store_port, place.world_size, is_master=is_host, wait_for_workers=False,
             master_listen_fd=descriptors.pop() if is_host else None,
         )  # fmt: skip
     if spec.device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group(pg_backend, store=store, rank=place.rank, world_size=place.world_size)
-
-
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a call ended, in a form that crosses to the driver: the exception whole where it can be, a faithful text always."""
+"""How a call ended, in a form that crosses to the driver: the exception whole if it can be, always a faithful text."""
 
 from __future__ import annotations
 

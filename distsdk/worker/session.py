@@ -81,7 +81,9 @@ def report(
     if not isinstance(weight, (int, float)) or not weight > 0 or not math.isfinite(weight):
         raise UsageError(f"report(weight={weight!r}): give a number above 0, for instance the count of samples.")
     if checkpoint is not None and not isinstance(checkpoint, Mapping):
-        raise UsageError(f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}.")
+        raise UsageError(
+            f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}."
+        )
     if _current is not None:
         _send_report(_current, numbers, step, weight, folds, checkpoint)
 

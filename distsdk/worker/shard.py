@@ -8,6 +8,7 @@ ranks) or evaluation (everything, on every rank).
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -193,7 +194,8 @@ class Strided:
     """This rank's strided part of any sampler or batch sampler, drawn from the common data stream."""
 
     def __init__(self, sampler: Any, sharding: Sharding) -> None:
-        self._sampler, self._sharding = sampler, sharding
+        self._sampler: Any = sampler
+        self._sharding = sharding
 
     def __iter__(self) -> Iterator[Any]:
         s = self._sharding
@@ -203,13 +205,13 @@ class Strided:
         """The sampler's own sequence. A finite one is drawn at once, so that the streams are swapped once."""
         stream = self._sharding.stream
         with stream.active():
-            if isinstance(self._sampler, Sized):
+            if hasattr(self._sampler, "__len__"):
                 return list(self._sampler)
             items = iter(self._sampler)
         return _drawn_one_by_one(items, stream)
 
     def __len__(self) -> int:
-        return -(-len(self._sampler) // self._sharding.world_size)
+        return math.ceil(len(self._sampler) / self._sharding.world_size)
 
 
 def _drawn_one_by_one(items: Iterator[Any], stream: DataStream) -> Iterator[Any]:

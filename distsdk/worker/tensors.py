@@ -18,12 +18,12 @@ def storage_reducer(obj: Any) -> Any:
     return NotImplemented
 
 
-def _reduce_untyped(storage: torch.UntypedStorage) -> Any:
+def _reduce_untyped(storage: Any) -> Any:
     # torch keeps one Python object for a storage while it is referenced, so pickle's memo sees shared storages
     host = storage if storage.device.type == "cpu" else storage.cpu()
     if host.nbytes() == 0:
         return torch.UntypedStorage, (0,)
-    flat = torch.empty(0, dtype=torch.uint8).set_(host)  # type: ignore[call-overload]
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(host)
     return _rebuild_untyped, (pickle.PickleBuffer(flat.numpy()), storage.device.type)
 
 
@@ -31,8 +31,8 @@ def _rebuild_untyped(buffer: Any, device_type: str) -> torch.UntypedStorage:
     array = np.frombuffer(buffer, dtype=np.uint8)
     if not array.flags.writeable:
         array = array.copy()
-    storage = torch.from_numpy(array).untyped_storage()
-    return storage.cuda() if device_type == "cuda" and torch.cuda.is_available() else storage
+    tensor = torch.from_numpy(array)
+    return (tensor.cuda() if device_type == "cuda" and torch.cuda.is_available() else tensor).untyped_storage()
 
 
 def _rebuild_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
