@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,11 +9,17 @@ from typing import Any, Generic, TypeVar, overload
 
 from distsdk.driver.history import Row
 from distsdk.driver.report_html import result_html
+from distsdk.driver.shipping import dump_call
 from distsdk.errors import CheckpointError
 from distsdk.storage.commit import committed_file, read_json, write_json
 from distsdk.storage.folder import RunFolder
+from distsdk.wire.memory import padded
+from distsdk.wire.messages import Parcel
+from distsdk.wire.pickling import unpack
 
 R = TypeVar("R")
+SAVED_VALUES_BYTES = 64 << 20
+"""Larger return values are not written to the run folder."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,7 @@ class Result(Generic[R]):
     def save(self) -> None:
         """Write ``result.json`` and the values into the run folder (done at the end of every run)."""
         folder = RunFolder(Path(self.path))
-        with committed_file(folder.values_file) as staging:
-            staging.write_bytes(_pickled(self.values))
+        _save_values(folder, self.values)
         write_json(folder.result_file, {
             "status": self.status,
             "name": self.name,
@@ -166,7 +170,8 @@ class Result(Generic[R]):
         """The result of a run folder.
 
         `values` are pickled: they are read with trusted=True only (loading them runs code of whoever wrote the
-        folder), else they are None. `error` is a text. Raises CheckpointError when the folder holds no finished run.
+        folder), else they are None; they are not kept on disk at all when they are larger than 64 MB. `error` is a
+        text. Raises CheckpointError when the folder holds no finished run.
         """
         folder = RunFolder(Path(path))
         if not folder.result_file.is_file():
@@ -176,7 +181,7 @@ class Result(Generic[R]):
         return cls(
             status=saved["status"],
             path=str(folder.path),
-            values=pickle.loads(folder.values_file.read_bytes()) if trusted else [None] * len(ranks),
+            values=_saved_values(folder, len(ranks)) if trusted else [None] * len(ranks),
             metrics=saved["metrics"],
             history=HistoryTable(_read_history(folder)),
             ranks=ranks,
@@ -201,13 +206,22 @@ class Result(Generic[R]):
         return replace(self, error=None)
 
 
-def _pickled(values: list[Any]) -> bytes:
-    import cloudpickle
-
+def _save_values(folder: RunFolder, values: list[Any]) -> None:
     try:
-        return bytes(cloudpickle.dumps(values))
+        parts = dump_call(values)
     except Exception:  # they came through a pickle, but hold something of this process now
-        return bytes(cloudpickle.dumps([None] * len(values)))
+        return
+    if sum(part.nbytes for part in parts) <= SAVED_VALUES_BYTES:
+        with committed_file(folder.values_file) as staging, staging.open("wb") as file:
+            for part in parts:
+                file.write(bytes(part).ljust(padded(part.nbytes), b"\0"))
+
+
+def _saved_values(folder: RunFolder, num_ranks: int) -> list[Any]:
+    if not folder.values_file.is_file():
+        return [None] * num_ranks
+    content = folder.values_file.read_bytes()
+    return list(unpack(Parcel(len(content), content)))
 
 
 def _read_history(folder: RunFolder) -> list[Row]:

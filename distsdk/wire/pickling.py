@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = reducer(obj)
             if reduced is not NotImplemented:
                 return reduced
+        if isinstance(obj, types.CodeType):
+            return _code_with_file(obj)
         return super().reducer_override(obj)
+
+
+def _code_with_file(code: types.CodeType) -> tuple[Any, ...]:
+    """As cloudpickle does it, but with the file name, which it replaces: tracebacks shall name the user's own lines."""
+    make, arguments = cloudpickle.cloudpickle._code_reduce(code)
+    return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
 
 def _keep_small(buffer: pickle.PickleBuffer, buffers: list[memoryview]) -> bool:

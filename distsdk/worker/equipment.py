@@ -21,7 +21,6 @@ from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
-from distsdk.worker.randomness import part_compute_streams
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
 from distsdk.worker.sync import Synchroniser
@@ -59,10 +58,9 @@ class Equipment:
             yield
 
     def _on_first_backward(self) -> None:
-        """The weights are there: prove that they are equal, then let the noise differ."""
+        """The weights are there: prove that they are equal."""
         if self.context.world_size > 1:
             self.verifier.send(0)
-            part_compute_streams(self.context.rank)
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1

@@ -1,4 +1,8 @@
-"""One seed a run, three streams: equal initial weights, a common data order, different noise per rank."""
+"""One seed a run, three streams: equal initial weights, a common data order, different noise per rank.
+
+Everything draws from torch's default generators, which are equal on all ranks outside of training loops, so models made
+at any time start equal. Within a training loop each rank draws its own noise (dropout, augmentation).
+"""
 
 from __future__ import annotations
 
@@ -26,28 +30,58 @@ def mixed_seed(seed: int, rank: int) -> int:
     return (seed + rank * _MIX) % 2**63
 
 
-def part_compute_streams(rank: int) -> None:
-    """From now on dropout and augmentation draw differently on each rank; rank 0 goes on as in one process.
+def torch_streams() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """States of torch's default generators: of the CPU, and of each GPU that is in use."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    Derived from the seed last set, so a ``torch.manual_seed`` of the user keeps its meaning.
-    """
-    if rank:
-        torch.manual_seed(mixed_seed(torch.initial_seed(), rank))
+
+def set_torch_streams(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Back to what `torch_streams` gave."""
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
 
 
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Leave the random states of this process as they were."""
-    states: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch_streams()
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        set_torch_streams(states[2])
+
+
+class Noise:
+    """Swaps this rank's own stream in while at least one training loop is open, and the common one back after.
+
+    The rank's seed is drawn from the common stream, so a ``torch.manual_seed`` of the user keeps its meaning.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._open: set[int] = set()
+        self._num_opened = 0
+        self._common: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def open(self) -> int:
+        """A training loop begins; returns its token."""
+        if not self._open:
+            drawn = int(torch.randint(2**62, ()))
+            self._common = torch_streams()
+            torch.manual_seed(mixed_seed(drawn, self._rank))
+        self._num_opened += 1
+        self._open.add(self._num_opened)
+        return self._num_opened
+
+    def close(self, token: int) -> None:
+        """A training loop is over; harmless when it was closed before."""
+        if token in self._open:
+            self._open.remove(token)
+            if not self._open and self._common is not None:
+                set_torch_streams(self._common)
 
 
 class DataStream:

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from distsdk.errors import UsageError
 from distsdk.worker.devices import moved
-from distsdk.worker.randomness import DataStream
+from distsdk.worker.randomness import DataStream, Noise
 from distsdk.worker.replacing import replaced
 
 
@@ -70,6 +70,7 @@ class Sharding:
         self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, device
         self.is_evaluating, self.num_backwards, self.note = is_evaluating, num_backwards, note
         self.stream = DataStream(seed)
+        self.noise = Noise(rank)
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -88,6 +89,8 @@ class Sharding:
                 if isinstance(iterator._index_sampler, Share):
                     iterator._index_sampler.on_exhausted()
                 raise
+            if isinstance(iterator._index_sampler, Share):
+                iterator._index_sampler.hold(iterator)
             return batch if self.device == "cpu" else moved(batch, self.device)
 
         with (
@@ -119,6 +122,7 @@ class Share:
         self._epoch = 0
         self._mode = ""
         self._backwards_at_start = 0
+        self._window = self._held = 0
         self._part = sampler if self.own_distributed else self._training_part()
 
     def _training_part(self) -> Any:
@@ -135,6 +139,8 @@ class Share:
             self._mode = self._mode or "evaluation"
             return iter(self.sampler)
         self._mode = "training"
+        self._sharding.noise.close(self._window)
+        self._window = self._sharding.noise.open()
         self._backwards_at_start = self._sharding.num_backwards()
         self._tell_batch()
         self._set_epoch()
@@ -179,9 +185,16 @@ class Share:
                 "epoch of an unshuffled training loader. Use drop_last=True, or a divisible length, to avoid it."
             ))  # fmt: skip
 
+    def hold(self, iterator: Any) -> None:
+        """A loop that is left early ends when its iterator is freed."""
+        if self._held != self._window:
+            self._held = self._window
+            weakref.finalize(iterator, self._sharding.noise.close, self._window)
+
     def on_exhausted(self) -> None:
-        """A shared-out loader was read to its end and nothing was trained: it was probably no training loader."""
+        """The loop is over. If nothing was trained in it, the loader was probably not meant for training."""
         s = self._sharding
+        s.noise.close(self._window)
         if self._mode == "training" and not self.own_distributed and s.num_backwards() == self._backwards_at_start:
             s.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "

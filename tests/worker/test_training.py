@@ -1,0 +1,302 @@
+"""An unmodified training function on several workers: what it computes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distsdk
+from distsdk import DivergenceError, UsageError, distributed
+from tests.worker import programs
+from tests.worker.programs import Branching, Normalised, Plain, dataset, flat, optimizer_of
+
+SEED = 5
+
+
+def on(workers, fn, **options):
+    return distributed(workers=workers, gpu=False, seed=SEED, **options)(fn)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("make_model", [Plain, Branching])
+def test_equals_ddp_by_hand(make_model, workers):
+    values = on(workers, programs.train)(make_model).values
+    by_hand = programs.train_by_hand(make_model, workers, SEED)
+    for value in values:
+        assert torch.equal(value["weights"], values[0]["weights"])  # bitwise equal on all ranks
+    assert torch.allclose(values[0]["weights"], by_hand[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_every_sample_once_an_epoch(workers):
+    values = on(workers, programs.train)(Plain).values
+    per_rank = [value["seen"].view(programs.EPOCHS, -1) for value in values]
+    orders = []
+    for epoch in range(programs.EPOCHS):
+        seen = torch.cat([rank[epoch] for rank in per_rank])
+        assert torch.equal(seen.sort().values, torch.arange(96))
+        orders.append(tuple(seen.tolist()))
+    assert len(set(orders)) == programs.EPOCHS  # the shuffle differs each epoch
+    assert values[0]["len"] == 12 * 1 if workers == 1 else -(-96 // workers // 8)
+
+
+def test_a_gradient_unused_on_all_ranks_stays_none():
+    value = on(2, programs.train)(Branching).value
+    assert value["unused"] == ["never", "heads.0.weight", "heads.0.bias"] or value["unused"] == [
+        "never", "heads.1.weight", "heads.1.bias",
+    ]  # fmt: skip
+
+
+def test_buffers_are_equal_and_constants_keep_their_bits():
+    values = on(3, programs.train)(Normalised).values
+    for value in values:
+        for name, buffer in value["buffers"].items():
+            assert torch.equal(buffer, values[0]["buffers"][name]), name
+        assert torch.equal(value["buffers"]["table"], Normalised().table)
+    assert not torch.equal(values[0]["buffers"]["body.1.running_mean"], torch.zeros(5, dtype=torch.float64))
+
+
+def train_passed_in(model, loader, *, epochs=1):
+    optimizer = optimizer_of(model)
+    for _ in range(epochs):
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x, 0), y).backward()
+            optimizer.step()
+    return type(model).__name__
+
+
+def test_modules_among_the_arguments_come_back_trained():
+    torch.manual_seed(0)
+    model, loader = Plain(), DataLoader(dataset(), batch_size=8)
+    before, same = flat(model), model.body[0].weight
+    result = on(2, train_passed_in)(model, loader)
+    assert result.value == "Plain"
+    assert not torch.equal(flat(model), before)
+    assert model.body[0].weight is same  # in place
+    assert torch.equal(flat(result.load_into(Plain())), flat(model))
+
+
+def test_modules_stay_as_they_are_after_submit_and_after_a_failure():
+    def fails(model, loader):
+        train_passed_in(model, loader)
+        raise ValueError("late")
+
+    model, loader = Plain(), DataLoader(dataset(), batch_size=8)
+    before = flat(model)
+    job = on(2, train_passed_in).submit(model, loader)
+    job.result(timeout=60)
+    assert torch.equal(flat(model), before)
+    with pytest.raises(ValueError, match="late"):
+        on(2, fails)(model, loader)
+    assert torch.equal(flat(model), before)
+
+
+def test_a_trained_captured_model_is_told_once(capsys):
+    model = Plain()
+
+    def train():
+        train_passed_in(model, DataLoader(dataset(), batch_size=8))
+
+    before = flat(model)
+    result = on(2, train)()
+    assert torch.equal(flat(model), before)
+    assert capsys.readouterr().err.count("result.load_into(model)") == 1
+    assert not torch.equal(flat(result.load_into(Plain())), before)
+
+
+def test_without_a_reported_checkpoint_the_models_are_kept():
+    result = on(2, programs.train)(Plain)
+    model = result.load_into(Plain())
+    assert torch.equal(flat(model), result.value["weights"])
+
+
+def test_custom_methods_and_moving_averages():
+    class Net(Plain):
+        def loss(self, x, y):
+            return F.mse_loss(self.body(x), y)
+
+    def train():
+        model = Net()
+        average = copy.deepcopy(model)
+        optimizer = optimizer_of(model)
+        for x, y, _ in DataLoader(dataset(), batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            model.loss(x, y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+        return flat(model), flat(average), isinstance(model, Net), list(model.state_dict())[0]
+
+    values = on(2, train)().values
+    for weights, average, is_net, name in values:
+        assert torch.equal(weights, values[0][0])
+        assert torch.equal(average, values[0][1])
+        assert is_net
+        assert name == "body.0.weight"
+
+
+def test_evaluation_sees_everything_on_every_rank():
+    def train():
+        model, data = Plain(), dataset(30)
+        optimizer = optimizer_of(model)
+        training, evaluation = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
+        counts = []
+        for _ in range(2):
+            model.train()
+            for x, y, _ in training:
+                optimizer.zero_grad()
+                F.mse_loss(model(x, 0), y).backward()
+                optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                counts.append(sum(len(x) for x, _, _ in evaluation))
+            counts.append(sum(len(x) for x, _, _ in evaluation))  # eval mode alone says so, too
+        return counts, len(training), len(evaluation)
+
+    for counts, len_training, len_evaluation in on(2, train)().values:
+        assert counts == [30] * 4
+        assert len_training == 4  # 15 samples a rank
+        assert len_evaluation == 8
+
+
+def test_the_noise_differs_between_ranks_and_the_weights_do_not():
+    def train():
+        model, noise = Plain(), []
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+            noise.append(torch.rand(3))
+            F.mse_loss(model(x, 0), y).backward()
+        for _ in DataLoader(dataset(), batch_size=8):
+            break  # a loop that is left early
+        return flat(Plain()), torch.cat(noise), torch.rand(3)
+
+    (first, noise, after), (other_first, other_noise, other_after) = on(2, train)().values
+    assert torch.equal(first, other_first)
+    assert not torch.equal(noise, other_noise)
+    assert torch.equal(after, other_after)
+
+
+def test_a_second_model_made_later_is_synchronised_too():
+    def train():
+        weights = []
+        for _ in range(3):
+            model = Plain()
+            train_passed_in(model, DataLoader(dataset(), batch_size=8, shuffle=True))
+            weights.append(flat(model))
+        return torch.cat(weights)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_frozen_then_unfrozen():
+    def train():
+        model = Plain()
+        model.body[0].requires_grad_(False)
+        loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+        train_passed_in(model, loader)
+        frozen = model.body[0].weight.detach().clone()
+        model.body[0].requires_grad_(True)
+        train_passed_in(model, loader)
+        return flat(model), not torch.equal(frozen, model.body[0].weight)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0][0], values[1][0])
+    assert values[0][1]
+
+
+def test_unequal_initial_weights_are_caught():
+    def train():
+        torch.manual_seed(distsdk.context().rank)
+        train_passed_in(Plain(), DataLoader(dataset(), batch_size=8))
+
+    with pytest.raises(DivergenceError, match=r"body\.0\.weight.*before the first optimizer step"):
+        on(2, train)()
+
+
+def test_a_parameter_changed_on_one_rank_is_caught():
+    def train():
+        model = Plain()
+        train_passed_in(model, DataLoader(dataset(), batch_size=8))
+        if distsdk.context().rank == 1:
+            with torch.no_grad():
+                model.body[2].bias[1] += 1e-12
+        return flat(model)
+
+    with pytest.raises(DivergenceError, match=r"body\.2\.bias.*at the end"):
+        on(2, train)()
+
+
+def test_wrap_false_leaves_everything_alone():
+    def train():
+        model = Plain()
+        loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+        return len(loader), type(torch.autograd.backward).__module__, model is not None
+
+    assert on(2, train, wrap=False)().values[0][0] == 12
+
+
+def test_fewer_samples_than_workers_is_an_error():
+    def train():
+        train_passed_in(Plain(), DataLoader(dataset(2), batch_size=8))
+
+    with pytest.raises(UsageError, match=r"2 item\(s\) cannot be shared out over 3 workers"):
+        on(3, train)()
+
+
+def test_padding_an_unshuffled_loader_is_told_with_its_count(capsys):
+    def train():
+        train_passed_in(Plain(), DataLoader(dataset(31), batch_size=8), epochs=3)
+
+    on(2, train)()
+    assert capsys.readouterr().err.count("1 sample(s) are used twice") == 1
+
+
+def test_a_shared_out_loader_that_trains_nothing_is_told_with_its_line(capsys):
+    def train():
+        model = Plain()
+        mean = sum(float(x.sum()) for x, _, _ in DataLoader(dataset(), batch_size=8))
+        train_passed_in(model, DataLoader(dataset(), batch_size=8))
+        return mean
+
+    on(2, train)()
+    err = capsys.readouterr().err
+    assert "no backward ran" in err
+    assert "test_training.py:" in err
+
+
+def test_the_global_batch_is_told_once(capsys):
+    on(2, programs.train)(Plain)
+    assert capsys.readouterr().err.count("global batch 16 = 8 per worker x 2 workers") == 1
+
+
+def test_loader_processes():
+    def train():
+        loader = DataLoader(dataset(), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
+        model = Plain()
+        optimizer = optimizer_of(model)
+        return programs.steps(model, loader, optimizer), flat(model)
+
+    (seen, weights), (other_seen, other_weights) = on(2, train)().values
+    assert torch.equal(torch.cat([seen, other_seen]).bincount(), torch.full((96,), programs.EPOCHS))
+    assert torch.equal(weights, other_weights)
+
+
+def test_users_group_calls_and_saves_are_harmless(tmp_path):
+    def train():
+        import torch.distributed as dist
+
+        dist.init_process_group(backend="nccl")
+        model = nn.Linear(2, 2)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+        return dist.get_world_size()
+
+    assert on(2, train)().values == [2, 2]
+    assert list(torch.load(tmp_path / "model.pt")) == ["weight", "bias"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "distsdk_runs"] == ["model.pt"]
