@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import secrets
 import sys
@@ -72,6 +73,7 @@ def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
 def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Call:
     """Check, pack and make the run folder. Raises UsageError, BackendUnavailable and ShipError."""
     plan = plan_call(fn, options)
+    _check_arguments(fn, args, kwargs)
     parcel, descriptors, home = ship(fn, args, kwargs)
     try:
         run_id = new_run_id()
@@ -83,6 +85,18 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             os.close(descriptor)
         raise
     return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home)
+
+
+def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise the TypeError that a plain call with arguments that do not fit would raise."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # callables that have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name_of(fn)}(): {error}") from None
 
 
 def run_record(plan: Plan, options: Options, run_id: str, seed: int) -> dict[str, Any]:

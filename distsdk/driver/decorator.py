@@ -22,6 +22,13 @@ from distsdk.driver.shipping import name_of
 from distsdk.errors import UsageError
 from distsdk.spec import OptionDict, Options, check_names, normalised
 
+_BUILTINS = (
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -33,14 +40,14 @@ class Distributed(Generic[P, R]):
         self.fn = fn
         """The bare function, as it was before it was decorated."""
         self._given = dict(given)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())  # not its attributes: they could hide ours
 
     @property
     def options(self) -> Options:
         """The options that a call made now would have, from every source."""
         return resolve(self._given, os.environ, _folder())
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """Run on the workers and wait.
 
         Returns the Result; modules among the arguments come back trained. Raises the user's own exception when the
@@ -57,7 +64,7 @@ class Distributed(Generic[P, R]):
         _load_back(self.fn, args, kwargs, job)
         return result
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Start on the workers and return at once, with a future of the Result.
 
         The arguments are packed before it returns: later changes to them do not matter. What is wrong with the call is
@@ -66,7 +73,7 @@ class Distributed(Generic[P, R]):
         job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
         return job.start()
 
-    async def aio(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """Run on the workers without blocking the event loop. Cancelling the task kills the run."""
         job = self.submit(*args, **kwargs)
         try:
@@ -77,11 +84,11 @@ class Distributed(Generic[P, R]):
         _load_back(self.fn, args, kwargs, job)
         return result
 
-    def local(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+    def local(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """Run in this process, as a world of one; ``pdb`` works, and modules are trained in place."""
         return run_here(self.fn, args, kwargs, self.options)
 
-    def check(self, *args: P.args, **kwargs: P.kwargs) -> Preflight:
+    def check(self, /, *args: P.args, **kwargs: P.kwargs) -> Preflight:
         """What a call with these arguments would ship and use, and what would be refused. Starts nothing."""
         return check_call(self.fn, args, kwargs, self.options)
 
@@ -146,7 +153,7 @@ def _decorated(fn: Any, given: dict[str, Any]) -> Distributed[Any, Any]:
         raise UsageError(
             f"distributed cannot decorate the class {fn.__name__}: decorate a method, or a function that uses it."
         )
-    if isinstance(fn, (types.BuiltinFunctionType, types.MethodWrapperType)):
+    if isinstance(fn, _BUILTINS):
         raise UsageError(f"distributed cannot decorate the builtin {fn.__name__}: wrap it in a function of your own.")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         raise UsageError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future, InvalidStateError
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from distsdk.driver.call import Call
 from distsdk.driver.group import StopRequested
 from distsdk.driver.result import Result, remember
 from distsdk.driver.run import Run
+from distsdk.errors import UsageError
 
 R = TypeVar("R")
 GRACE_S = 5.0
@@ -27,9 +27,11 @@ class Job(Future[Result[R]], Generic[R]):
         """Identifier of the run; part of its folder's name."""
         self.path = str(call.folder.path)
         """The run folder."""
-        self._folder = call.folder
+        self._folder, self._num_ranks = call.folder, call.plan.num_workers
         self._run = Run(call)
         self._over = threading.Event()
+        self._cancel_lock = threading.Lock()
+        self._is_notified = False
         self._thread = threading.Thread(target=self._live, name=f"distsdk-{self.id}")
 
     def start(self) -> Job[R]:
@@ -78,13 +80,17 @@ class Job(Future[Result[R]], Generic[R]):
             return False
         self._run.request(StopRequested(0))
         self._over.wait()
-        self.set_running_or_notify_cancel()
+        with self._cancel_lock:
+            if not self._is_notified:
+                self._is_notified = True
+                self.set_running_or_notify_cancel()  # for those who wait for several futures; allowed once
         return True
 
     def logs(self, rank: int = 0) -> str:
-        """All that `rank` has printed so far, unfinished lines excepted."""
-        file = Path(self._folder.log_file(rank))
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
+        """All that `rank` has printed so far, unfinished lines excepted. Raises UsageError for a rank there is not."""
+        if not 0 <= rank < self._num_ranks:
+            raise UsageError(f"logs(rank={rank}): this job has ranks 0 to {self._num_ranks - 1}.")
+        return self._folder.log_file(rank).read_text(encoding="utf-8")
 
     def metrics(self) -> dict[str, float]:
         """The last value of each metric so far, folded over the ranks."""

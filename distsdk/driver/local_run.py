@@ -12,7 +12,7 @@ from distsdk.driver.call import Plan, plan_call, run_record
 from distsdk.driver.display import display_for
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
-from distsdk.driver.run import mean_of_mappings
+from distsdk.driver.run import attach_result, mean_of_mappings
 from distsdk.spec import Options
 from distsdk.storage.commit import write_json
 from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
@@ -43,7 +43,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         error = caught
     result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
     if error is not None:
-        error.result = result  # type: ignore[attr-defined]
+        attach_result(error, result)
         raise error
     return result
 

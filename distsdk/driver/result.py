@@ -16,6 +16,7 @@ from distsdk.storage.folder import RunFolder
 from distsdk.wire.memory import padded
 from distsdk.wire.messages import Parcel
 from distsdk.wire.pickling import unpack
+from distsdk.worker.outcome import safe_text
 
 R = TypeVar("R")
 SAVED_VALUES_BYTES = 64 << 20
@@ -159,7 +160,7 @@ class Result(Generic[R]):
             "seed": self.seed,
             "metrics": self.metrics,
             "ranks": [asdict(info) for info in self.ranks],
-            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "error": None if self.error is None else f"{type(self.error).__name__}: {safe_text(self.error)}",
             "attempts": self.attempts,
             "timings": self.timings,
             "checkpoints": self.checkpoint_names,

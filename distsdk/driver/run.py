@@ -224,7 +224,7 @@ class Run:
         )
         result.save()
         if error is not None:
-            _attach(error, result)
+            attach_result(error, result)
         return result
 
     def _error(self, verdict: Verdict) -> BaseException:
@@ -275,7 +275,8 @@ def _status_of(verdict: Verdict | None) -> str:
     return kind if kind in ("completed", "interrupted") else "failed"
 
 
-def _attach(error: BaseException, result: Result[Any]) -> None:
+def attach_result(error: BaseException, result: Result[Any]) -> None:
+    """The partial result onto the exception that the caller gets."""
     try:
         error.result = result  # type: ignore[attr-defined]
     except AttributeError:  # an exception with __slots__

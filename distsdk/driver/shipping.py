@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from distsdk.errors import ShipError
-from distsdk.wire.culprit import culprit, variables_of
+from distsdk.wire.culprit import culprit, global_names, variables_of
 from distsdk.wire.memory import seal
 from distsdk.wire.messages import Parcel
 from distsdk.wire.pickling import Pickler, Reducer, dump
@@ -98,6 +98,8 @@ class CallPickler(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """As the base does; what it reduces by value is noted."""
+        if type(obj) is _CACHED and _is_hidden(obj):
+            return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)) and isinstance(reduced, tuple) and len(reduced) > 2:
             self._home.note(obj)
@@ -106,10 +108,24 @@ class CallPickler(Pickler):
     def _dynamic_function_reduce(self, func: Any) -> Any:
         reduced = super()._dynamic_function_reduce(func)
         variables = reduced[2][1]["__globals__"]
+        for name in global_names(func.__code__):  # cloudpickle misses those of class bodies
+            if name in func.__globals__:
+                variables.setdefault(name, func.__globals__[name])
         for name, value in variables.items():
             if id(value) in self._owners:
                 variables[name] = SharedGlobal(self._owners[id(value)], value)
         return reduced
+
+
+_CACHED = type(functools.lru_cache(len))
+
+
+def _is_hidden(obj: Any) -> bool:
+    """True when the name under which `obj` would be looked up gives something else: a decorator is around it."""
+    found: Any = sys.modules.get(obj.__module__)
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not obj or obj.__module__ == "__main__"
 
 
 class SharedGlobal:
@@ -189,7 +205,12 @@ def _installed_places() -> tuple[str, ...]:
 
 
 def is_importable(module: types.ModuleType) -> bool:
-    """True when importing its name in a new process with this module path would give the same file."""
+    """True when importing its name in a new process with this module path would give the same file.
+
+    A module whose import is still under way is not: the worker's import would run into the very call that ships it.
+    """
+    if getattr(module.__spec__, "_initializing", False):
+        return False
     path: Any = None
     origin: str | None = None
     parts = module.__name__.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -59,7 +60,7 @@ def variables_of(fn: Any) -> dict[str, Any]:
         return {}
     cells = zip(code.co_freevars, fn.__closure__ or (), strict=False)
     found = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    for name in _global_names(code):
+    for name in global_names(code):
         if name in fn.__globals__:
             found.setdefault(name, fn.__globals__[name])
     return found
@@ -72,8 +73,13 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """Names that `code` looks up as globals, those of the functions and class bodies in it included."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in _LOOKUPS)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+            yield from global_names(const)
+
+
+_LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+"""The second and third are those of class bodies."""

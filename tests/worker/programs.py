@@ -105,11 +105,11 @@ def rank_by_hand(rank, world_size, make_model, seed, folder):
 
 
 def train_by_hand(make_model, world_size, seed):
-    """The weights of every rank; in an interpreter of its own, since multiprocessing leaves a helper process behind."""
+    """The weights of every rank; in its own interpreter, as multiprocessing leaves a helper process behind."""
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.worker.programs", make_model.__name__, str(world_size), str(seed), folder]
-        subprocess.run(command, cwd=root, check=True, timeout=120)
+        arguments = [make_model.__name__, str(world_size), str(seed), folder]
+        subprocess.run([sys.executable, "-m", __name__, *arguments], cwd=root, check=True, timeout=120)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world_size)]
 
 
