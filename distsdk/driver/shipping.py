@@ -27,6 +27,7 @@ from distsdk.wire.culprit import culprit, global_names, variables_of
 from distsdk.wire.memory import seal
 from distsdk.wire.messages import Parcel
 from distsdk.wire.pickling import Pickler, Reducer, dump
+from distsdk.worker.settings import captured_settings
 
 LARGE_BYTES = 64 << 20
 """A call that ships more than this logs which variables it is made of."""
@@ -59,7 +60,7 @@ def ship(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Par
     """
     home = Home()
     try:
-        parts = dump_call((fn, args, dict(kwargs), home), home)
+        parts = dump_call((captured_settings(), fn, args, dict(kwargs), home), home)
     except Exception as error:
         raise _explained(fn, args, kwargs, error) from error
     parcel, descriptors = seal(parts)
@@ -82,9 +83,9 @@ def dump_call(obj: Any, home: Home | None = None) -> list[memoryview]:
 def _tensor_reducers() -> Sequence[Reducer]:
     if "torch" not in sys.modules:  # then there is no tensor either
         return ()
-    from distsdk.worker.tensors import storage_reducer
+    from distsdk.worker.tensors import loader_reducer, storage_reducer
 
-    return (storage_reducer,)
+    return storage_reducer, loader_reducer
 
 
 class CallPickler(Pickler):

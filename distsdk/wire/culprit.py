@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -60,7 +61,7 @@ def variables_of(fn: Any) -> dict[str, Any]:
         return {}
     cells = zip(code.co_freevars, fn.__closure__ or (), strict=False)
     found = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    for name in global_names(code):
+    for name in sorted(global_names(code)):
         if name in fn.__globals__:
             found.setdefault(name, fn.__globals__[name])
     return found
@@ -73,12 +74,11 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def global_names(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=1000)
+def global_names(code: types.CodeType) -> frozenset[str]:
     """Names that `code` looks up as globals, those of the functions and class bodies in it included."""
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname in _LOOKUPS)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from global_names(const)
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in _LOOKUPS}
+    return frozenset(names).union(*(global_names(part) for part in code.co_consts if isinstance(part, types.CodeType)))
 
 
 _LOOKUPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")

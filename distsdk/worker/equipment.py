@@ -81,12 +81,12 @@ class Equipment:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
         if self.context.world_size > 1 and self.synchroniser.num_backwards:
             self.verifier.send(FINAL_STEP)
-        if self.context.is_main and not self.session.num_checkpoints:
-            self._save_models()
+        self.save_models()
 
-    def _save_models(self) -> None:
+    def save_models(self) -> None:
+        """Commit the state of the trained models, on rank 0, unless the function saved a checkpoint itself."""
         models = self.trained_models()
-        if not models:
+        if not models or not self.context.is_main or self.session.num_checkpoints:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.next_step - 1 if self.session.next_step else self.verifier.step

@@ -38,6 +38,7 @@ from distsdk.worker.lifeline import die_with_parent
 from distsdk.worker.outcome import raised
 from distsdk.worker.randomness import seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
+from distsdk.worker.settings import apply_settings
 from distsdk.worker.tensors import storage_reducer
 
 
@@ -163,20 +164,30 @@ class Worker:
         check_torch(spec)
         seed_everything(spec.seed)
         join_group(spec, descriptors)
-        main = become_main(spec)
         with equipment.in_place(spec.wrap):
-            equipment.discovery.loading = True
-            fn, args, kwargs, self._shipped = unpack(payload, descriptors, copy=False)
-            equipment.discovery.loading = False
-            settle_in_main(main, self._shipped)
+            fn, args, kwargs = self._loaded(payload, descriptors)
             models = modules_in(*values_of(fn, args, kwargs))
             if spec.device == "cuda":
                 for model in models:
                     model.to(equipment.context.device)
-            value = fn(*args, **kwargs)
+            try:
+                value = fn(*args, **kwargs)
+            except StopTraining:
+                equipment.save_models()
+                raise
             equipment.finish()
             equipment.tell_trained_captures(fn, args, kwargs)
             return value, [model.state_dict() for model in models] if spec.place.rank == 0 else None
+
+    def _loaded(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments, in a process that looks to them like the driver's."""
+        main = become_main(self.spec)
+        self.equipment.discovery.loading = True
+        settings, fn, args, kwargs, self._shipped = unpack(payload, descriptors, copy=False)
+        self.equipment.discovery.loading = False
+        settle_in_main(main, self._shipped)
+        apply_settings(settings)
+        return fn, args, kwargs
 
     def _returned(self, value: tuple[Any, Any]) -> tuple[Outcome, list[int]]:
         try:

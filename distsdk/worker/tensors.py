@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 
 def storage_reducer(obj: Any) -> Any:
@@ -15,6 +17,13 @@ def storage_reducer(obj: Any) -> Any:
         return _rebuild_typed, (obj._untyped_storage, obj.dtype)
     if isinstance(obj, torch.UntypedStorage):
         return _reduce_untyped(obj)
+    return NotImplemented
+
+
+def loader_reducer(obj: Any) -> Any:
+    """A reducer for `wire.pickling`: a loader that was read with persistent workers leaves them behind."""
+    if isinstance(obj, DataLoader) and obj._iterator is not None:
+        return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}
     return NotImplemented
 
 
