@@ -23,7 +23,7 @@ def storage_reducer(obj: Any) -> Any:
 def loader_reducer(obj: Any) -> Any:
     """A reducer for `wire.pickling`: a loader that was read with persistent workers leaves them behind."""
     if isinstance(obj, DataLoader) and obj._iterator is not None:
-        return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}
+        return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
     return NotImplemented
 
 
