@@ -62,6 +62,11 @@ def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
             f"{name_of(fn)} was called inside a worker: a distributed function cannot start another one there. Call "
             "its bare function, `.fn(...)`, or start it from the driver."
         )
+    if _is_main_run_again():
+        raise UsageError(
+            f"{name_of(fn)} was called while a process that multiprocessing started runs the main script again: put "
+            'the call under `if __name__ == "__main__":`.'
+        )
     check_trackers(options.trackers)
     backend = backend_for(options.backend)
     env = {**os.environ, **options.env}
@@ -85,6 +90,12 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             os.close(descriptor)
         raise
     return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home)
+
+
+def _is_main_run_again() -> bool:
+    """True in a spawned child (of a loader, say) that is importing the main script: multiprocessing's own mark."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and getattr(processes.current_process(), "_inheriting", False)
 
 
 def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -155,13 +155,17 @@ def _decorated(fn: Any, given: dict[str, Any]) -> Distributed[Any, Any]:
         )
     if isinstance(fn, _BUILTINS):
         raise UsageError(f"distributed cannot decorate the builtin {fn.__name__}: wrap it in a function of your own.")
-    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+    if _is_deferred(fn) or _is_deferred(vars(type(fn)).get("__call__")):
         raise UsageError(
             f"{name_of(fn)} is an async or generator function: decorate a plain one, which returns its value."
         )
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
         raise UsageError(f"distributed decorates functions, and {fn!r} cannot be called. Options are given by keyword.")
     return Distributed(fn, given)
+
+
+def _is_deferred(fn: Any) -> bool:
+    return inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
 
 
 def _folder() -> Path:

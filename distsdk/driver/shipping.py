@@ -191,7 +191,7 @@ def user_modules() -> tuple[list[types.ModuleType], list[types.ModuleType]]:
 def _is_users(name: str, module: Any) -> bool:
     if not isinstance(module, types.ModuleType) or module.__name__ != name:
         return False
-    if name in ("__main__", "__mp_main__") or name.split(".", maxsplit=1)[0] in ("distsdk", *sys.stdlib_module_names):
+    if name == "__main__" or name.split(".", maxsplit=1)[0] in ("distsdk", *sys.stdlib_module_names):
         return False
     file = getattr(module, "__file__", None)
     if file is None:  # made at run time, or a namespace package, or built in

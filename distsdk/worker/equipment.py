@@ -58,9 +58,15 @@ class Equipment:
             yield
 
     def _on_first_backward(self) -> None:
-        """The weights are there: prove that they are equal."""
+        """The weights are there: prove that they are equal, and that they are where they should be."""
         if self.context.world_size > 1:
             self.verifier.send(0)
+        devices = {parameter.device.type for _, parameter in self.discovery.named_parameters()}
+        if self.context.device != "cpu" and devices == {"cpu"}:
+            self.session.note("warning", (
+                "the model is trained on the CPU although each worker has a GPU: move models made inside the function "
+                'with model.to("cuda"), or pass them as arguments.'
+            ))  # fmt: skip
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1

@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib.machinery
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
+import time
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -101,8 +102,13 @@ def become(spec: WorkerSpec) -> None:
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable(file=2)
     atexit._clear()
-    gc.enable()
+    tempfile.tempdir = None  # it was chosen for another environment
+    time.tzset()
     torch.set_num_threads(spec.num_threads)
+
+
+MAIN_NAMES = ("__main__", "__mp_main__")
+"""The second is that of a driver which multiprocessing itself had started."""
 
 
 def become_main(spec: WorkerSpec) -> types.ModuleType:
@@ -113,14 +119,14 @@ def become_main(spec: WorkerSpec) -> types.ModuleType:
     if spec.main_name:
         module.__spec__ = importlib.machinery.ModuleSpec(spec.main_name, None)
         module.__package__ = spec.main_name.rpartition(".")[0]
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     return module
 
 
 def settle_in_main(module: types.ModuleType, shipped: Mapping[int, Any]) -> None:
     """Put the classes and functions that came from the driver's ``__main__`` where plain pickle looks for them."""
     for obj in shipped.values():
-        if getattr(obj, "__module__", None) == "__main__" and "." not in obj.__qualname__:
+        if getattr(obj, "__module__", None) in MAIN_NAMES and "." not in obj.__qualname__:
             setattr(module, obj.__name__, obj)
 
 
@@ -227,8 +233,8 @@ def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
         store: Any = HashStore()
     else:
         is_host = place.rank == 0
-        store = TCPStore(
-            "127.0.0.1", spec.store_port, place.world_size, is_master=is_host, wait_for_workers=False,
+        store = TCPStore(  # not libuv: up to torch 2.6 at least it cannot take a socket that is bound already
+            "127.0.0.1", spec.store_port, place.world_size, is_master=is_host, wait_for_workers=False, use_libuv=False,
             master_listen_fd=descriptors.pop() if is_host else None,
         )  # fmt: skip
     if spec.device == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ class Session:
     send: Callable[[Message], None]
     is_stopping: Callable[[], bool]
     """True when all ranks stop here."""
+    pid: int = field(default_factory=os.getpid)
+    """The process it belongs to: in a forked child of it (a loader process) reporting is as it is outside."""
     next_step: int = 0
     num_checkpoints: int = 0
     _told: set[str] = field(default_factory=set)
@@ -84,7 +87,7 @@ def report(
         raise UsageError(
             f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}."
         )
-    if _current is not None:
+    if _current is not None and _current.pid == os.getpid():
         _send_report(_current, numbers, step, weight, folds, checkpoint)
 
 

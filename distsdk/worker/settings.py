@@ -21,11 +21,16 @@ FLAGS = (
 
 def captured_settings() -> dict[str, Any]:
     """The settings of this process; torch's only where it is imported."""
-    return {"logging": _logging_settings(), "torch": _torch_settings() if "torch" in sys.modules else {}}
+    return {
+        "recursion": sys.getrecursionlimit(),
+        "logging": _logging_settings(),
+        "torch": _torch_settings() if "torch" in sys.modules else {},
+    }
 
 
 def apply_settings(settings: dict[str, Any]) -> None:
     """Make them this process's."""
+    sys.setrecursionlimit(settings["recursion"])
     _apply_logging(settings["logging"])
     if settings["torch"]:
         _apply_torch(settings["torch"])
