@@ -16,6 +16,7 @@ ranks, and an average does not change it.
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as ddp_module
 
 from distsdk.worker.buffers import BufferSync, Slot
 from distsdk.worker.discovery import Discovery
@@ -213,8 +215,23 @@ def _adder(fired: set[int], index: int) -> Callable[[torch.Tensor], None]:
 
 
 def _build_reducer(tensors: list[torch.Tensor], ddp: Mapping[str, Any]) -> Any:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _no_initial_broadcast() as arguments:
         warnings.simplefilter("ignore")
-        # init_sync=False: the weights are equal by construction, and the verifier proves it; a broadcast would hide
-        # that the first forward had run on unequal ones
-        return DistributedDataParallel(_Tensors(tensors), init_sync=False, **ddp).reducer
+        return DistributedDataParallel(_Tensors(tensors), **arguments, **ddp).reducer
+
+
+@contextmanager
+def _no_initial_broadcast() -> Iterator[dict[str, bool]]:
+    """Arguments for a DDP that does not send rank 0's weights to all when it is made.
+
+    They are equal by construction, and the verifier proves it; a broadcast would hide that the first forward had run on
+    unequal ones. torch up to 2.6 at least has no argument for it.
+    """
+    if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        yield {"init_sync": False}
+    else:
+        with (
+            replaced(ddp_module, "_sync_module_states", lambda **_: None),
+            replaced(ddp_module, "_verify_param_shape_across_processes", lambda *_, **__: None),
+        ):
+            yield {}
