@@ -48,8 +48,8 @@ class WorkerDied(DistError):
         self.rank, self.exit_code, self.signal = rank, exit_code, signal
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the keyword fields."""
-        return _rebuild_worker_died, (str(self), self.rank, self.exit_code, self.signal)
+        """Pickle with the keyword fields, and with notes and whatever else was put on it."""
+        return _rebuild_worker_died, (str(self), self.rank, self.exit_code, self.signal), self.__dict__
 
 
 def _rebuild_worker_died(message: str, rank: int, exit_code: int | None, signal: str | None) -> WorkerDied:

@@ -67,7 +67,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
-        _check(self.gpu in (True, False, "auto"), "gpu", self.gpu, 'True, False or "auto"')
+        _check(isinstance(self.gpu, bool) or self.gpu == "auto", "gpu", self.gpu, 'True, False or "auto"')
         _check(isinstance(self.wrap, bool), "wrap", self.wrap, "True or False")
         _check(isinstance(self.ddp, Mapping), "ddp", self.ddp, "a mapping of DistributedDataParallel arguments")
         unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
@@ -75,7 +75,8 @@ class Options:
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1"
         )
-        positive = self.timeout is None or (isinstance(self.timeout, (int, float)) and self.timeout > 0)
+        is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        positive = self.timeout is None or (is_number and self.timeout > 0)
         _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
         _check(self.start in START_CHOICES, "start", self.start, f"one of {START_CHOICES}")

@@ -96,7 +96,7 @@ class NodeRun:
         for pipe in worker.pipes:
             os.set_blocking(pipe, False)
             self._watch_output(worker, pipe)
-        self._loop.talk(ours, partial(self._on_event, worker), lambda: None)
+        self._loop.talk(ours, partial(self._on_event, worker), partial(self._kill_worker, worker))
         ours.send(Assign(spec, launch.payload), attached)
         descriptors = [theirs.detach(), out_write, err_write]
         self._starter.start(descriptors, spec.env, partial(self._on_pid, worker), partial(self._on_gone, worker))
@@ -188,9 +188,13 @@ class NodeRun:
     def kill(self) -> None:
         """SIGKILL every worker that is left, with all it started."""
         for worker in self._workers:
-            worker.kill_asked = True
-            if worker.pid and not worker.is_gone:
-                kill_group(worker.pid)
+            self._kill_worker(worker)
+
+    def _kill_worker(self, worker: _Worker) -> None:
+        """Also when its channel ended: then it is ending anyway, or it can neither be told nor tell anything."""
+        worker.kill_asked = True
+        if worker.pid and not worker.is_gone:
+            kill_group(worker.pid)
 
     def _on_driver_gone(self) -> None:
         if not self._driver_gone:

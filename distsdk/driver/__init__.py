@@ -2,5 +2,5 @@
 
     decorator: a call -> shipping: a parcel -> job: a future -> run: the story of one run -> result
 
-`group` decides without I/O, `listener` performs, `history`, `logs`, `display` and `failure` make what the user sees.
+`group` decides without I/O, `run` performs, `history`, `logs`, `display` and `failure` make what the user sees.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -120,11 +121,12 @@ def run_record(plan: Plan, options: Options, run_id: str, seed: int) -> dict[str
         "workers": plan.num_workers,
         "device": plan.device,
         "options": shown,
-        "versions": versions(),
+        "versions": dict(versions()),
     }
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Versions of what matters to a run, without importing it."""
     found = {"python": sys.version.split()[0]}
     for package in ("distsdk", "torch", "cloudpickle", "multiprocess"):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from distsdk.driver.logs import write_to
+
 INTERVAL_S = 0.1
 """A terminal or notebook is redrawn at most this often."""
 PLAIN_INTERVAL_S = 10.0
@@ -131,8 +133,4 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _write(text: str) -> None:
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except (AttributeError, ValueError, OSError):  # no stderr, or it is closed
-        pass
+    write_to(sys.stderr, text)

@@ -31,9 +31,16 @@ class _Cell:
 def _mean(values: list[tuple[int, float, float]]) -> float:
     if len(values) == 1:
         return values[0][1]
-    total = math.fsum(weight for _, _, weight in values)
-    weighted = [value * weight for _, value, weight in values]
-    return (math.fsum(weighted) if all(map(math.isfinite, weighted)) else sum(weighted)) / total
+    total = exact_sum([weight for _, _, weight in values])
+    return exact_sum([value * weight for _, value, weight in values]) / total
+
+
+def exact_sum(numbers: list[float]) -> float:
+    """The sum rounded once; what it is in floating point when that overflows, or where infinities meet."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return sum(numbers)
 
 
 FOLDS: dict[str, Callable[[list[tuple[int, float, float]]], float]] = {

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distsdk.storage.folder import RunFolder
 from distsdk.wire.messages import Printed
@@ -35,6 +35,16 @@ class LineSplitter:
             cut = len(text) - 1
         lines, self._rest = text[: cut + 1], text[cut + 1 :]
         return _LINE.findall(lines)
+
+
+def write_to(target: Any, text: str) -> None:
+    """Write to a terminal or whatever stands in for it; one that is gone, or cannot show a letter, ends no run."""
+    try:
+        encoding = getattr(target, "encoding", None) or "utf-8"
+        target.write(text.encode(encoding, "replace").decode(encoding))
+        target.flush()
+    except (AttributeError, ValueError, OSError, LookupError):
+        pass
 
 
 class RankLog:
@@ -81,10 +91,8 @@ class Logs:
 
         def to_terminal(stream: str, text: str) -> None:
             self._before_printing()
-            target = sys.stdout if stream == "stdout" else sys.stderr
             lines = _LINE.findall(text) if prefix else [text]
-            target.write("".join(prefix + line for line in lines))
-            target.flush()
+            write_to(sys.stdout if stream == "stdout" else sys.stderr, "".join(prefix + line for line in lines))
 
         return to_terminal
 

@@ -14,6 +14,7 @@ from distsdk.spec import OPTION_NAMES, Options, check_names, normalised
 
 ENV_PREFIX = "DISTSDK_"
 _NOT_FROM_ENV = ("env", "ddp")
+_TEXTS = ("name", "run_dir", "backend", "start", "logs")
 
 
 def resolve(given: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> Options:
@@ -31,7 +32,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name in OPTION_NAMES:
         text = environment.get(ENV_PREFIX + name.upper())
         if text is not None and name not in _NOT_FROM_ENV:
-            found[name] = _validated(name, parse(text), f"environment variable {ENV_PREFIX}{name.upper()}")
+            found[name] = _validated(
+                name, text if name in _TEXTS else parse(text), f"environment variable {ENV_PREFIX}{name.upper()}"
+            )
     return found
 
 
@@ -67,7 +70,11 @@ def _table_of(file: str, changed_ns: int) -> dict[str, Any]:
             content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # not ours to complain about
             content = {}
-        _tables[file] = (changed_ns, dict(content.get("tool", {}).get("distsdk", {})))
+        tool = content.get("tool")
+        table = tool.get("distsdk", {}) if isinstance(tool, dict) else {}
+        if not isinstance(table, dict):
+            raise UsageError(f"[tool.distsdk] in {file} is not a table: {table!r}.")
+        _tables[file] = (changed_ns, table)
     return _tables[file][1]
 
 

@@ -55,7 +55,7 @@ def check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         problems.append(str(error))
     found = dict(sorted(sizes(fn, args, kwargs).items(), key=lambda item: -item[1]))
     problems += _shipping_problems(fn, args, kwargs)
-    return Preflight(name_of(fn), workers, device, backend, found, problems, versions())
+    return Preflight(name_of(fn), workers, device, backend, found, problems, dict(versions()))
 
 
 def _shipping_problems(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from distsdk.driver.history import History, Row
 from distsdk.storage.commit import committed_file
 from distsdk.storage.folder import RunFolder
 from distsdk.trackers.base import Tracker, tracker_for
-from distsdk.wire.messages import Noted, Reported
+from distsdk.wire.messages import NOT_WRITTEN, Noted, Reported
 
 
 class Recorder:
@@ -36,12 +36,17 @@ class Recorder:
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._file: Any = None
+        self._ranks_not_written: set[int] = set()
+        self._has_reported_checkpoint = False
 
     def on_reported(self, report: Reported) -> None:
         """A rank reported."""
         with self._lock:
             self.history.add(report)
-        if report.checkpoint:
+        if report.checkpoint == NOT_WRITTEN:
+            self._ranks_not_written.add(report.rank)
+        elif report.checkpoint:
+            self._has_reported_checkpoint |= not report.is_automatic
             self._on_checkpoint(report.checkpoint)
         if report.metrics:
             self._write(list(self.history.newly_settled()))
@@ -99,6 +104,11 @@ class Recorder:
             self._file.close()
             with committed_file(self._folder.history_file) as staging:
                 staging.write_text("".join(json.dumps(row) + "\n" for row in self.history.rows()), encoding="utf-8")
+        if self._ranks_not_written and not self._has_reported_checkpoint:
+            ranks = ", ".join(map(str, sorted(self._ranks_not_written)))
+            self.display.note(
+                "warning", f"no checkpoint was saved from report(): rank 0 gave none, only rank {ranks} did."
+            )
         for tracker in self._trackers:
             tracker.finish(status)
         self.display.close()

@@ -43,13 +43,15 @@ def curve(points: list[tuple[int, float]]) -> str:
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if not finite:
         return ""
-    steps, values = [step for step, _ in finite], [value for _, value in finite]
-    x_span, y_span = (max(steps) - min(steps)) or 1, (max(values) - min(values)) or 1
-    path = " ".join(
-        f"{(step - min(steps)) / x_span * WIDTH:.1f},{HEIGHT - (value - min(values)) / y_span * HEIGHT:.1f}"
-        for step, value in finite
-    )
+    xs, ys = _scaled([float(step) for step, _ in finite]), _scaled([value for _, value in finite])
+    path = " ".join(f"{x * WIDTH:.1f},{HEIGHT - y * HEIGHT:.1f}" for x, y in zip(xs, ys, strict=True))
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="-2 -2 {WIDTH + 4} {HEIGHT + 4}">'
         f'<polyline fill="none" stroke="currentColor" points="{path}"/></svg>'
     )
+
+
+def _scaled(numbers: list[float]) -> list[float]:
+    """To 0 .. 1; halved first, since the span of two floats may be none."""
+    low, high = min(numbers) / 2, max(numbers) / 2
+    return [(number / 2 - low) / ((high - low) or 1) for number in numbers]

@@ -3,7 +3,6 @@ says, and put together the Result."""
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -30,6 +29,7 @@ from distsdk.driver.group import (
     Verdict,
     WorkerGroup,
 )  # fmt: skip
+from distsdk.driver.history import exact_sum
 from distsdk.driver.logs import Logs
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.result import HistoryTable, RankInfo, Result
@@ -291,4 +291,7 @@ def mean_of_mappings(values: list[Any]) -> dict[str, float]:
     columns: dict[Any, list[Any]] = {name: [mapping.get(name) for mapping in mappings] for name in mappings[0]}
     if not all(isinstance(number, (int, float)) for column in columns.values() for number in column):
         return {}
-    return {str(name): math.fsum(map(float, column)) / len(column) for name, column in columns.items()}
+    try:
+        return {str(name): exact_sum(list(map(float, column))) / len(column) for name, column in columns.items()}
+    except OverflowError:  # an int that no float can hold
+        return {}

@@ -189,14 +189,21 @@ def user_modules() -> tuple[list[types.ModuleType], list[types.ModuleType]]:
 
 
 def _is_users(name: str, module: Any) -> bool:
-    if not isinstance(module, types.ModuleType) or module.__name__ != name:
+    if not isinstance(module, types.ModuleType) or module.__name__ != name or name == "__main__":
         return False
-    if name == "__main__" or name.split(".", maxsplit=1)[0] in ("distsdk", *sys.stdlib_module_names):
+    top = name.partition(".")[0]
+    if top == "distsdk" or top in sys.stdlib_module_names:
         return False
+    root = getattr(sys.modules.get(top), "__file__", None)
     file = getattr(module, "__file__", None)
-    if file is None:  # made at run time, or a namespace package, or built in
-        return getattr(module, "__spec__", None) is None and not hasattr(module, "__path__")
-    return not file.startswith(_installed_places())
+    if root is None and file is None:  # made at run time; namespace packages and builtins have a spec
+        return module.__spec__ is None and not hasattr(module, "__path__") and not name.startswith("_cython_")
+    return not _is_installed(root or file) and not _is_installed(file or root)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    return file.startswith(_installed_places())
 
 
 @functools.cache

@@ -1,7 +1,11 @@
-"""Writing that is whole or not there: everything is made beside its place, forced to disk, then renamed into it."""
+"""Writing that is whole or not there: everything is made beside its place, then renamed into it.
+
+Folders (checkpoints) are forced to disk first, so that they survive a power failure; single files are not.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -22,16 +26,24 @@ def committed_folder(place: Path) -> Iterator[Path]:
         for file in staging.rglob("*"):
             force_to_disk(file)
         force_to_disk(staging)
-        if place.exists():
-            old = place.parent / f".{place.name}.{os.getpid()}.old"
-            place.rename(old)
-            staging.rename(place)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
+        if not (place.exists() and _exchanged(staging, place)):
             staging.rename(place)
         force_to_disk(place.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""From <fcntl.h> and <linux/fs.h>; see renameat2(2)."""
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, so that there is one at `other` at every moment."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    shutil.rmtree(other)  # a file system that cannot: make room first
+    return False
 
 
 @contextmanager

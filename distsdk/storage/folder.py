@@ -65,7 +65,8 @@ class RunFolder:
 
     def checkpoint_names(self) -> list[str]:
         """Committed checkpoints, oldest step first."""
-        return sorted(p.name for p in self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else []
+        names = (path.name for path in self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else ()
+        return sorted(names, key=lambda name: (len(name), name))
 
 
 def checkpoint_name(step: int) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from distsdk.spec import NodeInfo, WorkerSpec
 
+NOT_WRITTEN = "-"
 PROTOCOL = 1
 """Version of this file; a peer that announces another one is refused."""
 
@@ -133,7 +136,9 @@ class Reported(Message, frozen=True):
     reduce: dict[str, str]
     """Fold by metric name; a name that is missing is averaged."""
     checkpoint: str = ""
-    """Name of the checkpoint committed with it, in the run folder."""
+    """Name of the checkpoint committed with it, in the run folder; `NOT_WRITTEN`: this rank writes none."""
+    is_automatic: bool = False
+    """True for the checkpoint that is saved at the end when the function saved none."""
 
 
 class Fingerprinted(Message, frozen=True):
@@ -204,5 +209,35 @@ AnyMessage = (
     | Exited | Failed | Fork | Forked | Reaped
 )  # fmt: skip
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(AnyMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnyMessage).decode
+_ESCAPED = b"\xc1"
+"""First byte of a message with escaped texts; MessagePack itself never uses it."""
+_TO_PRIVATE = {0xD800 + i: 0x10F800 + i for i in range(0x800)}
+_FROM_PRIVATE = {private: surrogate for surrogate, private in _TO_PRIVATE.items()}
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message. Lone surrogates, which Python makes of names that are no UTF-8, are kept."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _ESCAPED + _encode(_translated(msgspec.to_builtins(message, builtin_types=(bytes,)), _TO_PRIVATE))
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """The message of these bytes. Raises msgspec.DecodeError for anything else."""
+    if body[:1] != _ESCAPED:
+        return _decode(body)
+    content = _translated(msgspec.msgpack.decode(body[1:]), _FROM_PRIVATE)
+    return msgspec.convert(content, AnyMessage, builtin_types=(bytes,))  # type: ignore[no-any-return]
+
+
+def _translated(content: Any, table: dict[int, int]) -> Any:
+    if isinstance(content, str):
+        return content.translate(table)
+    if isinstance(content, list):
+        return [_translated(part, table) for part in content]
+    if isinstance(content, dict):
+        return {_translated(key, table): _translated(value, table) for key, value in content.items()}
+    return content

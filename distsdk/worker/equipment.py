@@ -97,7 +97,7 @@ class Equipment:
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.next_step - 1 if self.session.next_step else self.verifier.step
         name = write_checkpoint(self.context.run_dir, step, state, {})
-        self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name))
+        self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 
     def trained_models(self) -> list[nn.Module]:
         """Models that had trainable parameters in the last backward."""

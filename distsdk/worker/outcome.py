@@ -36,9 +36,9 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
 
 def _left(error: SystemExit) -> Died:
     """``sys.exit(code)``: a text means code 1, as in the interpreter."""
-    code = error.code if isinstance(error.code, int) else 1
-    said = "" if isinstance(error.code, int) else f": {cut(str(error.code))}"
-    return Died(exit_code=code, signal=None, reason=f"the function called sys.exit{said}")
+    if error.code is None or isinstance(error.code, int):
+        return Died(exit_code=int(error.code or 0) & 0xFF, signal=None, reason="the function called sys.exit")
+    return Died(exit_code=1, signal=None, reason=f"the function called sys.exit: {cut(str(error.code))}")
 
 
 def safe_text(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distsdk.errors import StopTraining, UsageError
-from distsdk.wire.messages import Message, Noted, Reported
+from distsdk.wire.messages import NOT_WRITTEN, Message, Noted, Reported
 from distsdk.worker.context import Context
 
 REDUCTIONS = ("mean", "sum", "min", "max", "last")
@@ -112,10 +112,7 @@ def _saved(session: Session, step: int, checkpoint: Mapping[str, Any], numbers: 
 
     context = session.context
     if not context.is_main:
-        session.note("warning", (
-            f"rank {context.rank} gave report(checkpoint=...), which is written by rank 0 only: report it on rank 0."
-        ))  # fmt: skip
-        return ""
+        return NOT_WRITTEN
     session.num_checkpoints += 1
     return write_checkpoint(context.run_dir, step, checkpoint, numbers)
 
@@ -143,7 +140,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 

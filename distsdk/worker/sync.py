@@ -221,7 +221,7 @@ def _build_reducer(tensors: list[torch.Tensor], ddp: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _no_initial_broadcast() -> Iterator[dict[str, bool]]:
+def _no_initial_broadcast() -> Iterator[dict[str, Any]]:
     """Arguments for a DDP that does not send rank 0's weights to all when it is made.
 
     They are equal by construction, and the verifier proves it; a broadcast would hide that the first forward had run on

@@ -17,7 +17,17 @@ def storage_reducer(obj: Any) -> Any:
         return _rebuild_typed, (obj._untyped_storage, obj.dtype)
     if isinstance(obj, torch.UntypedStorage):
         return _reduce_untyped(obj)
+    if isinstance(obj, torch.Tensor) and obj.dtype in torch.storage._new_dtypes():
+        return _reduce_new_kind(obj)
     return NotImplemented
+
+
+def _reduce_new_kind(tensor: torch.Tensor) -> Any:
+    """float8 and the wide unsigned: torch reduces them to an untyped storage, and its own loader wants a typed one."""
+    rebuild, (storage, *rest) = tensor.__reduce_ex__(5)
+    if isinstance(storage, torch.UntypedStorage):
+        storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return rebuild, (storage, *rest)
 
 
 def loader_reducer(obj: Any) -> Any:

@@ -27,7 +27,13 @@ def written(folder: Path, files: Mapping[str, str]) -> Path:
 def ran(arguments: Sequence[str], cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Python with these arguments, to its end, whatever it is."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
 
 

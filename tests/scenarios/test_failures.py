@@ -252,3 +252,20 @@ def test_works_again_after_failures():
     for how in ("raise", "SIGKILL", "_exit(0)"):
         error_of(how)
     assert distributed(workers=2, gpu=False)(lambda: distsdk.context().rank)().values == [0, 1]
+
+
+def test_a_deaf_worker_is_ended():
+    """Code that closes every descriptor takes the worker's line away: it must not hang."""
+    with pytest.raises(WorkerDied):
+        distributed(workers=2, gpu=False, timeout=30)(lambda: os.closerange(3, 100))()
+
+
+def test_an_odd_exit_code():
+    with pytest.raises(WorkerDied) as caught:
+        distributed(workers=2, gpu=False, timeout=30)(lambda: sys.exit(True))()
+    assert caught.value.exit_code == 1
+
+
+def test_an_environment_that_is_no_utf8():
+    odd = os.fsdecode(b"caf\xe9")
+    assert distributed(workers=1, gpu=False, env={"PLACE": odd})(lambda: os.environ["PLACE"])().value == odd

@@ -300,3 +300,66 @@ def test_script_of_a_virtual_environment_uses_its_interpreter(tmp_path: Path) ->
         """
     written(tmp_path, {"job.py": script})
     assert printed(["job.py"], tmp_path) == f"True {sys.executable}\n"
+
+
+UNGUARDED_SPAWN = """
+    from torch.utils.data import DataLoader, Dataset
+    from distsdk import distributed
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return float(i)
+
+    @distributed(workers=2, gpu=False)
+    def train():
+        loader = DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+        return float(next(iter(loader)).sum())
+
+    train()
+    """
+
+
+def test_script_run_again_by_a_loader_process_starts_no_run_of_its_own(tmp_path: Path) -> None:
+    written(tmp_path, {"job.py": UNGUARDED_SPAWN})
+    ended = ran(["job.py"], tmp_path)
+    assert ended.returncode == 1
+    assert 'if __name__ == "__main__":' in ended.stderr
+    assert len(list(tmp_path.glob("distsdk_runs/*"))) == 1
+
+
+SPAWNED_DRIVER = """
+    import multiprocessing
+    from distsdk import distributed
+
+    class Base:
+        def value(self):
+            return 1
+
+    class Sub(Base):
+        def value(self):
+            return super().value() + 1
+
+    @distributed(workers=2, gpu=False)
+    def train(item):
+        assert isinstance(item, Sub)
+        return item.value(), item
+
+    def drive():
+        values = train(Sub()).values
+        print([number for number, _ in values], type(values[1][1]) is Sub, flush=True)
+
+    if __name__ == "__main__":
+        process = multiprocessing.get_context({method!r}).Process(target=drive, daemon=True)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    """
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_driver_that_multiprocessing_started(tmp_path: Path, method: str) -> None:
+    written(tmp_path, {"job.py": SPAWNED_DRIVER.format(method=method)})
+    assert printed(["job.py"], tmp_path) == "[2, 2] True\n"

@@ -1,0 +1,61 @@
+# Set-up, tests and everything else; each target makes the virtual environment it needs, once.
+
+VENV ?= .venv
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# One stamp per set of extras: set-up is done again when what is to be installed changes.
+RUN_STAMP := $(VENV)/.installed-tutorials
+TEST_STAMP := $(VENV)/.installed-test
+DOCS_STAMP := $(VENV)/.installed-docs
+
+.PHONY: quickstart test test-slow lint types layers docs bench clean help
+
+help:
+	@echo "make quickstart   set up, and train a small network on two workers"
+	@echo "make test         set up, and run the tests (test-slow: the long ones)"
+	@echo "make lint types layers docs bench clean"
+
+quickstart: $(RUN_STAMP)
+	$(BIN)/python tutorials/01_quickstart.py
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: none is marked
+
+layers: $(TEST_STAMP)
+	$(BIN)/python -m pytest tests/test_layers.py $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/python -m ruff check .
+
+types: $(TEST_STAMP)
+	$(BIN)/python -m mypy
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench: $(RUN_STAMP)
+	$(BIN)/python benchmarks/bench_launch.py
+
+clean:
+	rm -rf $(VENV) site build dist distsdk_runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[tutorials]"
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[test,tutorials]"
+	@touch $@ $(RUN_STAMP)
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[docs]"
+	@touch $@
