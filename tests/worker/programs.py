@@ -93,7 +93,8 @@ def train(make_model, length=96):
 def rank_by_hand(rank, world_size, make_model, seed, folder):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    """The weights of every rank; in its own interpreter, since multiprocessing leaves a helper process behind."""
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(seed)
     data = dataset()
     sampler = DistributedSampler(data, seed=seed)
