@@ -37,6 +37,7 @@ def preload() -> str:
     """Import torch and freeze what is there; a sentence when forking this process would not be safe, else ""."""
     for name in PRELOADED:
         __import__(name)
+    sys.modules["distsdk.worker.main"].warm_up()
     gc.collect()
     gc.freeze()
     torch = sys.modules["torch"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib.machinery
 import os
 import signal
@@ -41,6 +42,12 @@ from distsdk.worker.randomness import seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
 from distsdk.worker.settings import apply_settings
 from distsdk.worker.tensors import storage_reducer
+
+
+def warm_up() -> None:
+    """Before forking: what is slow only the first time in a process. Starts no thread and touches no GPU."""
+    installed_torch_problem()
+    seed_everything(0)
 
 
 def run(control: socket.socket) -> None:
@@ -220,9 +227,14 @@ class Worker:
 
 def check_torch(spec: WorkerSpec) -> None:
     """Raise UsageError when this torch lacks what synchronising needs."""
-    problem = seams_problem(torch.__version__, missing_seams()) if spec.wrap else ""
-    if problem:
-        raise UsageError(problem)
+    if spec.wrap and installed_torch_problem():
+        raise UsageError(installed_torch_problem())
+
+
+@functools.cache
+def installed_torch_problem() -> str:
+    """Why this torch cannot be used, or ""."""
+    return seams_problem(torch.__version__, missing_seams())
 
 
 def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
