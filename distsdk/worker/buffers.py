@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class BufferSync:
         return bool(num_flags) and bool(incoming[:num_flags].any())
 
     def _write_back(self) -> None:
-        """Only what differs: writing moves the version counter, and a graph that is kept may still need the buffer."""
+        """Only what differs, and unseen by autograd: BatchNorm saves its statistics with the graph although a backward
+        in training mode does not read them, so a second backward (a GAN's generator) would be refused."""
         current = self._flat(self._active)
         if torch.equal(current, self._base):
             return
@@ -88,7 +90,8 @@ class BufferSync:
             part = self._base[offset : offset + tensor.numel()].view_as(tensor)
             offset += tensor.numel()
             if not torch.equal(part.to(tensor.dtype), tensor):
-                tensor.copy_(part)
+                with _unsafe_preserve_version_counter(tensor):
+                    tensor.copy_(part)
 
 
 def _agreed_active(slots: list[Slot], own: torch.Tensor) -> list[bool]:

@@ -128,6 +128,11 @@ class Discovery:
             found.setdefault(id(tensor), (f"optimizer parameter {number}", tensor))
         return [pair for key, pair in found.items() if key not in own_ddp]
 
+    def sparse(self) -> set[int]:
+        """Ids of the parameters whose gradients are sparse."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return {id(module.weight) for module in self._modules if isinstance(module, kinds) and module.sparse}
+
     def buffers(self) -> list[Slot]:
         """Floating-point buffers of models, each once; those of copies not."""
         found: dict[tuple[int, str], Slot] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distsdk.wire.messages import Fingerprinted, Message, Reported
 from distsdk.worker import context as contexts
@@ -23,7 +23,7 @@ from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
-from distsdk.worker.sync import Synchroniser
+from distsdk.worker.sync import Synchroniser, mean_over_ranks
 from distsdk.worker.verify import FINAL_STEP, Verifier
 
 
@@ -54,6 +54,7 @@ class Equipment:
                 stack.enter_context(self.discovery.watching())
                 stack.enter_context(self.synchroniser.around_backward())
                 stack.enter_context(self.sharding.of_all_loaders())
+                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
                 stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield
 
@@ -67,6 +68,15 @@ class Equipment:
                 "the model is trained on the CPU although each worker has a GPU: move models made inside the function "
                 'with model.to("cuda"), or pass them as arguments.'
             ))  # fmt: skip
+
+    def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer that is given a closure decides on the loss it returns: on the mean over the ranks, so that all
+        decide alike."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure) or self.context.world_size == 1:
+            return None
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (*args[:1], lambda: mean_over_ranks(closure()), *args[2:]), rest
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 SEAMS = (
+    "torch.autograd.grad_mode:_unsafe_preserve_version_counter",
     "torch.autograd:backward",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed:Reducer.prepare_for_backward",
@@ -19,6 +20,8 @@ SEAMS = (
     "torch.optim:Optimizer.add_param_group",
     "torch.optim:Optimizer.__setstate__",
     "torch.optim.optimizer:register_optimizer_step_post_hook",
+    "torch.optim.optimizer:register_optimizer_step_pre_hook",
+    "torch.utils.checkpoint:CheckpointFunction.forward",
     "torch.utils.data:DataLoader._index_sampler",
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
 )

@@ -23,10 +23,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
+from torch.utils.checkpoint import CheckpointFunction
 
 from distsdk.worker.buffers import BufferSync, Slot
 from distsdk.worker.discovery import Discovery
@@ -50,6 +52,9 @@ class Synchroniser:
         self._ddp = ddp
         self._on_first = on_first
         self._depth = 0
+        self._is_nested = False
+        """True once backward ran inside backward (reentrant checkpointing). A parameter can then get its gradient in
+        several pieces, and the reducer, which takes each as the whole, is armed after the last instead of before."""
         self._started = False
         self._version = -1
         self._watched: list[torch.Tensor] = []
@@ -63,6 +68,7 @@ class Synchroniser:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+            self._is_nested |= bool(self._depth)
             if self._depth or not isinstance(first, torch.Tensor) or not first.requires_grad:
                 return original(tensors, *args, **kwargs)
             self._depth += 1
@@ -71,7 +77,19 @@ class Synchroniser:
             finally:
                 self._depth -= 1
 
-        with replaced(torch.autograd, "backward", backward):
+        with replaced(torch.autograd, "backward", backward), self._noticing_checkpoints():
+            yield
+
+    @contextmanager
+    def _noticing_checkpoints(self) -> Iterator[None]:
+        """Within it, a reentrant checkpoint is noticed in forward, before the backward that it will nest."""
+        forward: Any = CheckpointFunction.forward
+
+        def noticed_forward(*args: Any) -> Any:
+            self._is_nested = True
+            return forward(*args)
+
+        with replaced(CheckpointFunction, "forward", staticmethod(noticed_forward)):
             yield
 
     def _synchronised(self, root: torch.Tensor, run_backward: Callable[[], None]) -> None:
@@ -82,7 +100,7 @@ class Synchroniser:
             return run_backward()
         callback = root.register_hook(replica.queue_close)
         try:
-            replica.arm(self.stop_asked)
+            replica.arm(self.stop_asked, is_late=self._is_nested)
             run_backward()
             self.stop_agreed = replica.settle()
         except BaseException:
@@ -117,13 +135,23 @@ class Synchroniser:
             self._on_first()
         if trainable and self.world_size > 1:
             with self.discovery.ignoring():
-                self._replica = Replica(trainable, self.discovery.buffers(), self._ddp)
+                self._replica = Replica(trainable, self.discovery.sparse(), self.discovery.buffers(), self._ddp)
 
     def _forget_replica(self) -> None:
         if self._replica is not None:
             self._replica.close()
         self._replica, self._watched, self._signature, self.roots = None, [], [], []
         self._version = -1
+
+
+def mean_over_ranks(loss: Any) -> Any:
+    """The mean of a closure's loss over the ranks; of the same kind (a number or a tensor without a graph)."""
+    if loss is None:
+        return None
+    total = torch.as_tensor(loss).detach().clone()
+    dist.all_reduce(total)
+    total /= dist.get_world_size()
+    return total if isinstance(loss, torch.Tensor) else float(total)
 
 
 def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -135,23 +163,64 @@ def _signature(tensors: list[torch.Tensor]) -> list[Any]:
     return [(t.requires_grad, t.dtype, t.device, t.data_ptr()) for t in tensors]
 
 
+class _Holder(nn.Module):
+    """One tensor as DDP wants to see it: in a module."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensors = [tensor]  # in a list, or a Parameter would be registered
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The one."""
+        return self._tensors[0]
+
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The tensor."""
+        return iter([("", self.tensor)])
+
+
+class _SparseHolder(_Holder, nn.Embedding):
+    """One whose gradient is sparse: DDP looks for an Embedding that says so."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self._tensors = [tensor]
+        self.sparse = True
+
+
 class _Tensors(nn.Module):
     """What DDP is given instead of the user's models: just the tensors, so that nothing refers to a module."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], sparse: set[int]) -> None:
         super().__init__()
-        self._tensors = [(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
+        kinds = [_SparseHolder if id(tensor) in sparse else _Holder for tensor in tensors]
+        self._holders = [kind(tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+
+    def named_modules(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """A module for each tensor, under names that mean nothing."""
+        return iter((f"t{i}", holder) for i, holder in enumerate(self._holders))
 
     def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """The tensors, under names that mean nothing."""
-        return iter(self._tensors)
+        """All tensors."""
+        return iter((f"t{i}", holder.tensor) for i, holder in enumerate(self._holders))
+
+
+def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient without entries."""
+    index = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
+    return torch.sparse_coo_tensor(index, like.detach()[:0], like.shape, check_invariants=False)
 
 
 class Replica:
     """One build of DDP's reducer over a fixed list of trainable tensors."""
 
-    def __init__(self, trainable: list[torch.Tensor], slots: list[Slot], ddp: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainable: list[torch.Tensor], sparse: set[int], slots: list[Slot], ddp: Mapping[str, Any]
+    ) -> None:
         self.trainable = trainable
+        self._sparse = sparse
+        """Ids of those whose gradients are sparse."""
         last = trainable[-1]  # the tail is like it, unless buffers want more precision: then it shares its bucket
         self._buffers = BufferSync(slots, last.dtype, last.device)
         size = 1 + len(trainable) + self._buffers.size
@@ -159,18 +228,22 @@ class Replica:
         self._fired: set[int] = set()
         self._unset: list[int] = []
         self._must_rebuild = False
-        self._reducer = _build_reducer([*trainable, self._tail], ddp)
+        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp)
         self._hooks = [t.register_post_accumulate_grad_hook(_adder(self._fired, i)) for i, t in enumerate(trainable)]
 
     def is_stale(self) -> bool:
         """True when the buffers are no longer those that it was built for."""
         return self._must_rebuild or self._buffers.is_stale()
 
-    def arm(self, stop_asked: bool) -> None:
-        """Before backward: the reducer listens."""
-        self._stop_asked = stop_asked
+    def arm(self, stop_asked: bool, is_late: bool) -> None:
+        """Before backward: the reducer listens, or, when it is to be late, will do so at the end."""
+        self._stop_asked, self._is_late = stop_asked, is_late
         self._fired.clear()
         self._unset = [i for i, tensor in enumerate(self.trainable) if tensor.grad is None]
+        if not is_late:
+            self._listen()
+
+    def _listen(self) -> None:
         self._reducer._rebuild_buckets()
         self._reducer.prepare_for_backward([])
 
@@ -179,8 +252,12 @@ class Replica:
         Variable._execution_engine.queue_callback(self._close)
 
     def _close(self) -> None:
-        for i in range(len(self.trainable)):
-            if i not in self._fired:
+        if self._is_late:
+            self._listen()
+        for i, tensor in enumerate(self.trainable):
+            if self._is_late or i not in self._fired:
+                if tensor.grad is None and id(tensor) in self._sparse:  # the reducer takes no missing sparse gradient
+                    tensor.grad = _sparse_nothing(tensor)
                 self._reducer._autograd_hook(i)
         self._tail.grad = self._tail_values()
         self._reducer._autograd_hook(len(self.trainable))
@@ -214,10 +291,10 @@ def _adder(fired: set[int], index: int) -> Callable[[torch.Tensor], None]:
     return lambda _tensor: fired.add(index)
 
 
-def _build_reducer(tensors: list[torch.Tensor], ddp: Mapping[str, Any]) -> Any:
+def _build_reducer(tensors: list[torch.Tensor], sparse: set[int], ddp: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings(), _no_initial_broadcast() as arguments:
         warnings.simplefilter("ignore")
-        return DistributedDataParallel(_Tensors(tensors), **arguments, **ddp).reducer
+        return DistributedDataParallel(_Tensors(tensors, sparse), **arguments, **ddp).reducer
 
 
 @contextmanager

@@ -31,6 +31,8 @@ def digest(tensor: torch.Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return 0
+    if flat.is_sparse or flat.layout != torch.strided:
+        flat = flat.to_dense().reshape(-1)
     bits = flat.contiguous().view(_INT_BY_SIZE.get(flat.element_size(), torch.uint8))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
