@@ -19,7 +19,7 @@ from multiprocess.context import ForkProcess
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, ChannelClosed
 from distsdk.wire.messages import PROTOCOL, Fork, Forked, Ready, Reaped
-from distsdk.worker.lifeline import die_with_parent
+from distsdk.worker.lifeline import die_with_parent, outlive_parent
 
 PRELOADED = ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "distsdk.worker.main")
 """Imported before the first fork; torch._dynamo because the first optimizer made in a process imports it (1.1 s)."""
@@ -29,6 +29,7 @@ def main(channel: Channel) -> None:
     """Preload, say so, then fork on request until the agent goes away."""
     problem = preload()
     versions = {"torch": str(sys.modules["torch"].__version__)}
+    outlive_parent()  # from here on the end of the channel tells: then the workers' groups are killed first
     channel.send(Ready(PROTOCOL, os.getpid(), NodeInfo(host="", cpus=0, gpus=0), versions, "fork", problem))
     Forkserver(channel).serve()
 

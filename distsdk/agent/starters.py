@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -37,11 +38,11 @@ class Starter(Protocol):
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL the process group that a worker leads; harmless when it is gone."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+    """SIGKILL the process group that a worker leads, and the worker itself, which leads none yet when it has only just
+    been forked; harmless when it is gone."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 class ExecStarter:
@@ -49,7 +50,8 @@ class ExecStarter:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]] = {}
+        """By pidfd: worker and guard."""
 
     def when_ready(self, then: OnReady) -> None:
         """At once."""
@@ -65,21 +67,34 @@ class ExecStarter:
         )  # fmt: skip
         close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
-        self._children[pidfd] = child
+        self._children[pidfd] = (child, _start_guard(child.pid))
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
         on_pid(child.pid)
 
     def _reap(self, pidfd: int, on_gone: OnGone) -> None:
-        child = self._children.pop(pidfd)
+        child, guard = self._children.pop(pidfd)
         self._loop.unwatch(pidfd)
         os.close(pidfd)
         kill_group(child.pid)  # while the pid is still its own
+        guard.communicate(b"over\n")
         on_gone(child.wait())
 
     def close(self) -> None:
         """Kill all groups."""
-        for child in self._children.values():
+        for child, _guard in self._children.values():
             kill_group(child.pid)
+
+
+def _start_guard(group: int) -> subprocess.Popen[bytes]:
+    """A shell that waits for a word from this process, and kills the group if it hears none: when the agent itself is
+    killed, the kernel ends the workers (PDEATHSIG), but not what they had started."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _ || kill -KILL "-$1"', "guard", str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 @dataclass

@@ -66,6 +66,7 @@ class _Agent:
     def __init__(self, key: tuple[str, ...], env: Mapping[str, str]) -> None:
         self.key = key
         self.num_runs = 0
+        self._is_closed = False
         self.channel, theirs = channel_pair()
         self._stderr = os.memfd_create("distsdk-agent-stderr", os.MFD_CLOEXEC)
         with theirs:
@@ -77,11 +78,16 @@ class _Agent:
 
     def tail(self) -> str:
         """The end of what it printed."""
+        if self._is_closed:
+            return ""
         size = os.fstat(self._stderr).st_size
         return os.pread(self._stderr, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Ask it to end, by closing the channel, and collect it."""
+        """Ask it to end, by closing the channel, and collect it. Harmless when that was done before."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.channel.close()
         try:
             self.process.wait(timeout=10)
@@ -168,17 +174,21 @@ class _Pool:
         """A run begins (+1) or ends (-1) on `agent`."""
         with self._lock:
             agent.num_runs += change
+            is_over = not agent.num_runs and agent not in self._agents
+        if is_over:  # it was cooled while it had this run
+            agent.close()
 
     def pids(self) -> list[int]:
         """Processes of the agents that live."""
         with self._lock:
             return [agent.process.pid for agent in self._agents if agent.process.poll() is None]
 
-    def empty(self) -> None:
-        """End all agents."""
+    def empty(self, *, is_exit: bool = False) -> None:
+        """End all agents: at exit at once, else those with a run under way when it is over."""
         with self._lock:
             agents, self._agents = self._agents, []
-        for agent in agents:
+            ending = [agent for agent in agents if is_exit or not agent.num_runs]
+        for agent in ending:
             agent.close()
 
     def forget(self) -> None:
@@ -190,7 +200,7 @@ class _Pool:
 
 
 _pool = _Pool()
-atexit.register(_pool.empty)
+atexit.register(_pool.empty, is_exit=True)
 os.register_at_fork(after_in_child=_pool.forget)
 
 
@@ -200,5 +210,8 @@ def pool() -> list[int]:
 
 
 def cool() -> None:
-    """End the warm processes; the next call starts them again (about the time of importing torch)."""
+    """End the warm processes; the next call starts them again (about the time of importing torch).
+
+    One that still has a run ends after it.
+    """
     _pool.empty()

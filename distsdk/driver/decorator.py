@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from distsdk.driver.call import prepare_call
 from distsdk.driver.job import GRACE_S, Job
@@ -30,6 +30,7 @@ _BUILTINS = (
     types.ClassMethodDescriptorType,
 )
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
@@ -50,10 +51,10 @@ class Distributed(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """Run on the workers and wait.
 
-        Returns the Result; modules among the arguments come back trained. Raises the user's own exception when the
-        function raised on a worker, with the partial Result on it as ``.result``, and otherwise a `DistError`.
-        An interrupt (Ctrl-C) stops the run at the next step boundary, and kills it after 5 seconds or at the second
-        one; then KeyboardInterrupt is raised, with the partial Result as ``.result``.
+        Returns the Result; models, optimizers and schedulers among the arguments come back as rank 0 left them. Raises
+        the user's own exception when the function raised on a worker, with the partial Result on it as ``.result``, and
+        otherwise a `DistError`. An interrupt (Ctrl-C) stops the run at the next step boundary, and kills it after 5
+        seconds or at the second one; then KeyboardInterrupt is raised, with the partial Result as ``.result``.
         """
         job = self.submit(*args, **kwargs)
         try:
@@ -68,7 +69,7 @@ class Distributed(Generic[P, R]):
         """Start on the workers and return at once, with a future of the Result.
 
         The arguments are packed before it returns: later changes to them do not matter. What is wrong with the call is
-        raised here. Modules among the arguments stay as they are: see ``result.load_into``.
+        raised here. Models among the arguments stay as they are: see ``result.load_into``.
         """
         job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
         return job.start()
@@ -99,7 +100,9 @@ class Distributed(Generic[P, R]):
     @overload
     def __get__(self, instance: None, owner: type) -> Distributed[P, R]: ...
     @overload
-    def __get__(self, instance: object, owner: type | None = None) -> Distributed[..., R]: ...
+    def __get__(
+        self: Distributed[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> Distributed[Q, R]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a method: bound to its object, or to the class when a classmethod is decorated."""
         bind = getattr(self.fn, "__get__", None)
@@ -187,9 +190,9 @@ def _end_interrupted(job: Job[Any], interrupt: KeyboardInterrupt) -> None:
 
 
 def _load_back(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], job: Job[Any]) -> None:
-    """Rank 0's weights into the caller's own modules."""
-    states = job.module_states()
+    """Rank 0's weights and states into the caller's own models, optimizers and schedulers."""
+    states = job.argument_states()
     if states and "torch" in sys.modules:
-        from distsdk.worker.arguments import load_states, modules_in, values_of
+        from distsdk.worker.arguments import load_states, stateful_in, values_of
 
-        load_states(modules_in(*values_of(fn, args, kwargs)), states)
+        load_states(stateful_in(*values_of(fn, args, kwargs)), states)

@@ -128,7 +128,7 @@ def in_notebook() -> bool:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):
+    except Exception:  # it is whatever the user put in place of a terminal
         return False
 
 

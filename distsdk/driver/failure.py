@@ -37,7 +37,9 @@ def exception_for(
         )
     detail = verdict.detail
     by_kind: dict[str, DistError] = {
-        "deadline": DeadlineExceeded(f"the call took longer than its timeout of {timeout} s; its workers were killed."),
+        "deadline": DeadlineExceeded(
+            f"the call took longer than its timeout of {timeout} s; its workers were killed. {detail}".rstrip()
+        ),
         "diverged": DivergenceError(detail),
         "agent_lost": AgentLost(f"the local agent process is gone in mid-run. It printed: {detail or 'nothing'}"),
         "not_started": AgentStartError(f"no worker could be started: {detail or 'the agent ended without a word'}"),

@@ -17,6 +17,8 @@ EVIDENCE_S = 0.3
 """After an error that may be another rank's fault, how long to wait for that rank's own word."""
 PROMPT_S = 0.02
 """After an error that is nobody else's fault, how long to listen for an earlier one still under way."""
+LATE_S = 10.0
+"""When a rank has ended well and others run on for this long, the user is told who."""
 KILL_S = 10.0
 """Killed processes that are not gone after this long are given up."""
 
@@ -46,6 +48,11 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class LongAfterTheFirst:
+    """Some rank ended well a while ago."""
+
+
+@dataclass(frozen=True)
 class AgentGone:
     """The channel to an agent closed in mid-run."""
 
@@ -59,7 +66,9 @@ class Diverged:
     detail: str
 
 
-Event = Message | EvidenceComplete | KillOverdue | DeadlinePassed | StopRequested | AgentGone | Diverged
+Event = (
+    Message | EvidenceComplete | LongAfterTheFirst | KillOverdue | DeadlinePassed | StopRequested | AgentGone | Diverged
+)
 
 # commands
 
@@ -90,11 +99,18 @@ class After:
 
 
 @dataclass(frozen=True)
+class TellUser:
+    """A sentence for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Finish:
     """Nothing is left to wait for."""
 
 
-Command = LaunchWorkers | ReleaseWorkers | StopWorkers | After | Finish
+Command = LaunchWorkers | ReleaseWorkers | StopWorkers | After | TellUser | Finish
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,17 @@ class WorkerGroup:
         if isinstance(event.outcome, (Raised, Died)) and not self._is_waiting_for_evidence:
             self._is_waiting_for_evidence = True
             return [After(EVIDENCE_S if is_peer_error(event.outcome) else PROMPT_S, EvidenceComplete())]
-        return []
+        return [After(LATE_S, LongAfterTheFirst())] if len(self.outcomes) == 1 else []
+
+    def _on_long_after(self, _event: LongAfterTheFirst) -> list[Command]:
+        if self.verdict:
+            return []
+        return [TellUser(f"{self.who_is_late()} {_WHY_LATE}")]
+
+    def who_is_late(self) -> str:
+        """Which ranks have ended and which have not, as a sentence."""
+        late = [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
+        return f"{_named(list(self.outcomes))} ended and {_named(late)} not."
 
     def _judge(self, _event: Any = None) -> list[Command]:
         if self.verdict:
@@ -181,7 +207,8 @@ class WorkerGroup:
         return self._end(Verdict("interrupted"))
 
     def _on_deadline(self, _event: DeadlinePassed) -> list[Command]:
-        return [] if self.verdict else self._end(Verdict("deadline"))
+        detail = self.who_is_late() if self.outcomes and self._is_launched else ""
+        return [] if self.verdict else self._end(Verdict("deadline", detail=detail))
 
     def _on_diverged(self, event: Diverged) -> list[Command]:
         return [] if self.verdict else self._end(Verdict("diverged", detail=event.detail))
@@ -200,12 +227,24 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
     Exited: WorkerGroup._on_exited,
     Failed: WorkerGroup._on_failed,
     EvidenceComplete: WorkerGroup._judge,
+    LongAfterTheFirst: WorkerGroup._on_long_after,
     StopRequested: WorkerGroup._on_stop_requested,
     DeadlinePassed: WorkerGroup._on_deadline,
     Diverged: WorkerGroup._on_diverged,
     AgentGone: WorkerGroup._on_agent_gone,
     KillOverdue: WorkerGroup._on_overdue,
 }
+
+
+_WHY_LATE = (
+    "A rank that waits for one that has ended, in a backward or another collective, waits for ever: let all ranks take "
+    "the same number of steps, and decide together when to stop."
+)
+
+
+def _named(ranks: list[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"ranks {names} have" if len(ranks) > 1 else f"rank {names} has"
 
 
 def root_cause(outcomes: dict[int, Outcome]) -> int | None:

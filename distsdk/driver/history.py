@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from distsdk.wire.messages import Reported
 
-SILENT_STEPS = 3
-"""A rank that has reported nothing is not waited for once another one has reported this many steps (ranks that train
-together are at most a step apart, so it probably never reports)."""
+SILENT_STEPS, SILENT_S = 3, 5.0
+"""A rank that has reported nothing is not waited for once others have reported this many steps, and for this long:
+ranks that train together are at most a step apart, so it probably never reports."""
 
 Row = dict[str, float]
 """One step: ``{"step": 3, "loss": 0.5, ...}``."""
@@ -66,12 +66,14 @@ class History:
         self._steps: dict[int, dict[str, _Cell]] = {}
         self._last_step: dict[int, int] = {}
         self._settled: set[int] = set()
+        self._first_time: float | None = None
         self._latest: dict[str, tuple[int, _Cell]] = {}
         self.last_by_rank: dict[int, Row] = {}
         """The last value of each name that each rank reported."""
 
-    def add(self, report: Reported) -> None:
-        """Take in one report."""
+    def add(self, report: Reported, now_s: float = 0.0) -> None:
+        """Take in one report that came at `now_s`."""
+        self._first_time = now_s if self._first_time is None else self._first_time
         step = self._steps.setdefault(report.step, {})
         self._settled.discard(report.step)
         for name, value in report.metrics.items():
@@ -86,10 +88,11 @@ class History:
         """`rank` will report nothing more."""
         self._last_step[rank] = 1 << 62
 
-    def newly_settled(self) -> Iterator[Row]:
+    def newly_settled(self, now_s: float = 0.0) -> Iterator[Row]:
         """Rows that no rank is expected to add to: all ranks are at a later step. Each once, in order of step; again
         if a rank adds to it all the same."""
-        if len(self._last_step) < self._num_ranks and len(self._steps) < SILENT_STEPS:
+        is_early = len(self._steps) < SILENT_STEPS or now_s - (self._first_time or 0.0) < SILENT_S
+        if len(self._last_step) < self._num_ranks and is_early:
             return
         slowest = min(self._last_step.values(), default=0)
         for step in sorted(step for step in self._steps if step < slowest and step not in self._settled):

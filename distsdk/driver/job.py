@@ -96,9 +96,10 @@ class Job(Future[Result[R]], Generic[R]):
         """The last value of each metric so far, folded over the ranks."""
         return self._run.recorder.latest()
 
-    def module_states(self) -> list[dict[str, Any]]:
-        """State of the models among the arguments, as rank 0 had it at the end; [] before, or when the run failed."""
-        return self._run.module_states or []
+    def argument_states(self) -> list[dict[str, Any]]:
+        """States of models, optimizers and schedulers among the arguments, as rank 0 had them at the end; [] before, or
+        when the run failed."""
+        return self._run.argument_states or []
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.status} in {self.path}>"

@@ -43,7 +43,7 @@ def write_to(target: Any, text: str) -> None:
         encoding = getattr(target, "encoding", None) or "utf-8"
         target.write(text.encode(encoding, "replace").decode(encoding))
         target.flush()
-    except (AttributeError, ValueError, OSError, LookupError):
+    except Exception:  # it is whatever the user put in place of a terminal
         pass
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from distsdk.driver.display import Display
@@ -31,7 +33,7 @@ class Recorder:
         self.checkpoint_names: list[str] = []
         self.display = display
         self._folder, self._name, self._config = folder, name, config
-        self._tracker_names = trackers
+        self._tracker_names = list(trackers)
         self._trackers: list[Tracker] = []
         self._told: set[str] = set()
         self._lock = threading.Lock()
@@ -42,22 +44,21 @@ class Recorder:
     def on_reported(self, report: Reported) -> None:
         """A rank reported."""
         with self._lock:
-            self.history.add(report)
+            self.history.add(report, time.monotonic())
         if report.checkpoint == NOT_WRITTEN:
             self._ranks_not_written.add(report.rank)
         elif report.checkpoint:
             self._has_reported_checkpoint |= not report.is_automatic
             self._on_checkpoint(report.checkpoint)
         if report.metrics:
-            self._write(list(self.history.newly_settled()))
+            self._write(list(self.history.newly_settled(time.monotonic())))
             self.display.update(report.step, self.latest)
 
     def _on_checkpoint(self, name: str) -> None:
         if name in self.checkpoint_names:  # the same step again: it was replaced
             self.checkpoint_names.remove(name)
         self.checkpoint_names.append(name)
-        for tracker in self._started_trackers():
-            tracker.log_artifact(self._folder.checkpoints / name)
+        self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / name))
 
     def on_noted(self, note: Noted) -> None:
         """A rank has a sentence for the user; equal ones of several ranks are told once."""
@@ -81,19 +82,34 @@ class Recorder:
         for row in rows:
             self._file.write(json.dumps(row) + "\n")
             metrics = {name: value for name, value in row.items() if name != "step"}
-            for tracker in self._started_trackers():
-                tracker.log(int(row["step"]), metrics)
+            self._each_tracker(partial(_log, int(row["step"]), metrics))
         if rows:
             self._file.flush()
 
-    def _started_trackers(self) -> list[Tracker]:
-        """Trackers are imported and started by the first numbers, not by runs that report none."""
-        if len(self._trackers) < len(self._tracker_names):
-            self._trackers = [tracker_for(name) for name in self._tracker_names]
-            for tracker in self._trackers:
-                tracker.start(self._folder, self._name)
-                tracker.log_config(self._config)
-        return self._trackers
+    def _each_tracker(self, call: Callable[[Tracker], None]) -> None:
+        """Trackers are imported and started by the first numbers, not by runs that report none. One that fails gets
+        nothing more: a run does not end for it."""
+        while self._tracker_names:
+            self._start_tracker(self._tracker_names.pop(0))
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._tell_failed(type(tracker).__name__, error)
+
+    def _start_tracker(self, name: str) -> None:
+        try:
+            tracker = tracker_for(name)
+            tracker.start(self._folder, self._name)
+            tracker.log_config(self._config)
+            self._trackers.append(tracker)
+        except Exception as error:
+            self._tell_failed(name, error)
+
+    def _tell_failed(self, name: str, error: Exception) -> None:
+        text = f"tracker {name} failed and gets nothing more: {type(error).__name__}: {error}"
+        self.display.note("warning", text)
 
     def close(self, status: str, num_ranks: int) -> None:
         """The run is over: what is left is written, and the history's file is made whole and in order."""
@@ -109,6 +125,10 @@ class Recorder:
             self.display.note(
                 "warning", f"no checkpoint was saved from report(): rank 0 gave none, only rank {ranks} did."
             )
-        for tracker in self._trackers:
-            tracker.finish(status)
+        if self._trackers:
+            self._each_tracker(lambda tracker: tracker.finish(status))
         self.display.close()
+
+
+def _log(step: int, metrics: Mapping[str, float], tracker: Tracker) -> None:
+    tracker.log(step, metrics)

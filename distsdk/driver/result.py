@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 from distsdk.driver.history import Row
 from distsdk.driver.report_html import result_html
@@ -19,6 +19,7 @@ from distsdk.wire.pickling import unpack
 from distsdk.worker.outcome import safe_text
 
 R = TypeVar("R")
+M = TypeVar("M")
 SAVED_VALUES_BYTES = 64 << 20
 """Larger return values are not written to the run folder."""
 
@@ -106,9 +107,9 @@ class Result(Generic[R]):
     """In order of being committed."""
 
     @property
-    def value(self) -> R | None:
-        """What rank 0 returned."""
-        return self.values[0] if self.values else None
+    def value(self) -> R:
+        """What rank 0 returned; None when it did not return."""
+        return cast(R, self.values[0] if self.values else None)
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -124,7 +125,7 @@ class Result(Generic[R]):
         checkpoints = self.checkpoints
         return checkpoints[-1] if checkpoints else None
 
-    def load_into(self, model: Any, key: str = "model") -> Any:
+    def load_into(self, model: M, key: str = "model") -> M:
         """Load the last checkpoint's state of `key` into `model`, in place; returns the model.
 
         Raises CheckpointError when there is no checkpoint or no such key in it.
@@ -134,8 +135,8 @@ class Result(Generic[R]):
             raise CheckpointError(f"the run in {self.path} saved no checkpoint.")
         state = checkpoint.load()
         if key not in state:
-            raise CheckpointError(f"checkpoint {checkpoint.path} has no {key!r}: it has {sorted(state)}.")
-        model.load_state_dict(state[key])
+            raise CheckpointError(f"checkpoint {checkpoint.path} has no {key!r}: name one of key={sorted(state)}.")
+        model.load_state_dict(state[key])  # type: ignore[attr-defined]
         return model
 
     def plot(self, names: Sequence[str] | None = None, ax: Any = None) -> Any:

@@ -26,6 +26,7 @@ from distsdk.driver.group import (
     LaunchWorkers,
     ReleaseWorkers,
     StopWorkers,
+    TellUser,
     Verdict,
     WorkerGroup,
 )  # fmt: skip
@@ -61,8 +62,8 @@ class Run:
         self.call = call
         self.group = WorkerGroup(call.plan.num_workers)
         self.status = "starting"
-        self.module_states: list[dict[str, Any]] | None = None
-        """Rank 0's state of the models among the arguments."""
+        self.argument_states: list[dict[str, Any]] | None = None
+        """Rank 0's states of models, optimizers and schedulers among the arguments."""
         num_ranks, name = call.plan.num_workers, call.plan.name
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
@@ -150,7 +151,7 @@ class Run:
         try:
             with at_home(self.call.home):
                 self._values[ended.rank], states = unpack(ended.outcome.value, descriptors)
-            self.module_states = states if ended.rank == 0 else self.module_states
+            self.argument_states = states if ended.rank == 0 else self.argument_states
             return ended
         except Exception as error:
             text = f"the return value of rank {ended.rank} cannot be loaded here: {type(error).__name__}: {error}"
@@ -159,7 +160,7 @@ class Run:
     def _compare(self, message: Fingerprinted) -> None:
         for sentence in self._comparison.add(message):
             if not sentence.startswith((f"'{BUFFER}", f'"{BUFFER}')):
-                self._feed(Diverged(f"the replicas have diverged: {sentence}"))
+                self._feed(Diverged(f"the replicas have diverged: {sentence}{_hint(message.step)}"))
                 return
             why = "A forward pass in training mode without a backward does that."
             text = f"the replicas' buffers are not equal: {sentence} {why}"
@@ -189,6 +190,9 @@ class Run:
 
     def _after(self, command: After) -> None:
         self._loop.later(command.delay_s, lambda: self._feed(command.event))
+
+    def _tell_user(self, command: TellUser) -> None:
+        self.recorder.on_noted(Noted(self.group.attempt, -1, "warning", command.text))
 
     def _finish(self, _command: Finish) -> None:
         self._loop.stop()
@@ -266,8 +270,18 @@ _PERFORM: dict[type[Command], Callable[[Run, Any], None]] = {
     ReleaseWorkers: Run._release,
     StopWorkers: Run._stop,
     After: Run._after,
+    TellUser: Run._tell_user,
     Finish: Run._finish,
 }
+
+
+def _hint(step: int) -> str:
+    if step:
+        return ""
+    return (
+        " Weights must be drawn alike on all ranks: not from a seed that depends on the rank and, if a model is made "
+        "inside a training loop, by torch.nn.init or before the loop."
+    )
 
 
 def _status_of(verdict: Verdict | None) -> str:

@@ -17,10 +17,10 @@ ALIGNMENT = 64
 """Every part starts at a multiple of this, as torch and numpy align their own memory."""
 
 
-def seal(parts: list[memoryview]) -> tuple[Parcel, list[int]]:
-    """Pack `parts` (each aligned) into a parcel, with the descriptor to attach when it is large."""
+def seal(parts: list[memoryview], inline_bytes: int = INLINE_BYTES) -> tuple[Parcel, list[int]]:
+    """Pack `parts`, each aligned, into a parcel, with the descriptor to attach when it exceeds `inline_bytes`."""
     size = sum(padded(len(part)) for part in parts)
-    if size <= INLINE_BYTES or not hasattr(os, "memfd_create"):
+    if size <= inline_bytes or not hasattr(os, "memfd_create"):
         return Parcel(size, b"".join(bytes(part).ljust(padded(len(part)), b"\0") for part in parts)), []
     descriptor = os.memfd_create("distsdk", os.MFD_CLOEXEC)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import msgspec
 
-from distsdk.wire.memory import open_parcel, padded, seal
+from distsdk.wire.memory import INLINE_BYTES, open_parcel, padded, seal
 from distsdk.wire.messages import Parcel
 
 OUT_OF_BAND_BYTES = 1 << 12
@@ -67,9 +67,11 @@ def dump(obj: Any, make: Callable[[Any, list[memoryview]], Pickler] = Pickler) -
     return [memoryview(len(index).to_bytes(8, "big") + index), *parts]
 
 
-def pack(obj: Any, make: Callable[[Any, list[memoryview]], Pickler] = Pickler) -> tuple[Parcel, list[int]]:
-    """Pickle `obj` into a parcel, with the descriptor to attach when it is large."""
-    return seal(dump(obj, make))
+def pack(
+    obj: Any, make: Callable[[Any, list[memoryview]], Pickler] = Pickler, inline_bytes: int = INLINE_BYTES
+) -> tuple[Parcel, list[int]]:
+    """Pickle `obj` into a parcel, with the descriptor to attach when it is larger than `inline_bytes`."""
+    return seal(dump(obj, make), inline_bytes)
 
 
 def unpack(parcel: Parcel, descriptors: Sequence[int] = (), *, copy: bool = True) -> Any:

@@ -1,4 +1,5 @@
-"""The models among a call's arguments: found in the same order in the driver and, after shipping, in the worker."""
+"""The models, optimizers and schedulers among a call's arguments: found in the same order in the driver and, after
+shipping, in the worker."""
 
 from __future__ import annotations
 
@@ -8,18 +9,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+STATEFUL = (nn.Module, torch.optim.Optimizer, LRScheduler)
+"""What comes back from a call: it has ``state_dict`` and ``load_state_dict``."""
 
 
-def modules_in(*values: Any) -> list[nn.Module]:
-    """Modules in `values` and in the lists, tuples, mappings and dataclasses in them, each once, in order."""
-    found: dict[int, nn.Module] = {}
-    for module in _walk(values, set()):
-        found.setdefault(id(module), module)
+def stateful_in(*values: Any) -> list[Any]:
+    """What is `STATEFUL` in `values` and in lists, tuples, mappings and dataclasses in them; each once, in order."""
+    found: dict[int, Any] = {}
+    for thing in _walk(values, set()):
+        found.setdefault(id(thing), thing)
     return list(found.values())
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
+def modules_in(*values: Any) -> list[nn.Module]:
+    """The modules of `stateful_in`."""
+    return [thing for thing in stateful_in(*values) if isinstance(thing, nn.Module)]
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, STATEFUL):
         yield value
         return
     if id(value) in seen:
@@ -44,8 +54,8 @@ def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return [args, dict(kwargs), owner, attributes]
 
 
-def load_states(modules: list[nn.Module], states: list[dict[str, Any]]) -> None:
-    """Load what came back from rank 0 into the caller's own modules, in place, on their own devices."""
+def load_states(things: list[Any], states: list[dict[str, Any]]) -> None:
+    """Load what came back from rank 0 into the caller's own objects, in place, on their own devices."""
     with torch.no_grad():
-        for module, state in zip(modules, states, strict=True):
-            module.load_state_dict(state)
+        for thing, state in zip(things, states, strict=True):
+            thing.load_state_dict(state)

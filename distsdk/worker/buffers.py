@@ -70,24 +70,27 @@ class BufferSync:
 
     def settle(self, incoming: torch.Tensor) -> bool:
         """Take in the mean over the ranks. True: a watched buffer changed somewhere, so build anew with it active."""
-        num_flags = len(self._watched)
-        delta = incoming[num_flags:]
+        flags, delta = incoming.split([len(self._watched), self._base.numel()])
         self._base = self._base + delta
+        changed = [slot for slot, flag in zip(self._watched, flags.tolist(), strict=True) if flag]
         with torch.no_grad():
-            self._write_back()
-        return bool(num_flags) and bool(incoming[:num_flags].any())
+            self._write_back(self._active, self._base)
+            if changed:  # all ranks see the same flags, so all come here
+                mean = self._flat(changed)
+                dist.all_reduce(mean)
+                self._write_back(changed, mean / dist.get_world_size())
+        return bool(changed)
 
-    def _write_back(self) -> None:
+    def _write_back(self, slots: list[Slot], values: torch.Tensor) -> None:
         """Only what differs, and unseen by autograd: BatchNorm saves its statistics with the graph although a backward
         in training mode does not read them, so a second backward (a GAN's generator) would be refused."""
-        current = self._flat(self._active)
-        if torch.equal(current, self._base):
+        if torch.equal(self._flat(slots), values):
             return
         offset = 0
-        for slot in self._active:
+        for slot in slots:
             tensor = slot.tensor()
             assert tensor is not None
-            part = self._base[offset : offset + tensor.numel()].view_as(tensor)
+            part = values[offset : offset + tensor.numel()].view_as(tensor)
             offset += tensor.numel()
             if not torch.equal(part.to(tensor.dtype), tensor):
                 with _unsafe_preserve_version_counter(tensor):

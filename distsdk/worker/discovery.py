@@ -121,8 +121,9 @@ class Discovery:
         for prefix, root in self.named_roots():
             if isinstance(root, DistributedDataParallel):
                 own_ddp.update(id(parameter) for parameter in root.parameters())
+            is_used = self._is_used(root, held_ids)
             for name, parameter in root.named_parameters():
-                if root not in self._copies or id(parameter) in held_ids:
+                if is_used or id(parameter) in held_ids:
                     found.setdefault(id(parameter), (prefix + name, parameter))
         for number, tensor in enumerate(held):
             found.setdefault(id(tensor), (f"optimizer parameter {number}", tensor))
@@ -134,10 +135,13 @@ class Discovery:
         return {id(module.weight) for module in self._modules if isinstance(module, kinds) and module.sparse}
 
     def buffers(self) -> list[Slot]:
-        """Floating-point buffers of models, each once; those of copies not."""
+        """Floating-point buffers of models, each once; those of copies that no optimizer holds not."""
         found: dict[tuple[int, str], Slot] = {}
-        for prefix, root in self.named_roots():
-            if root not in self._copies and not isinstance(root, DistributedDataParallel):
+        held_ids = {id(parameter) for parameter in self._optimizer_parameters()}
+        prefixes = {id(root): prefix for prefix, root in self.named_roots()}
+        for number, root in enumerate(self.roots()):  # also those without parameters: a normaliser of inputs
+            prefix = prefixes.get(id(root), f"{type(root).__name__}[{number}].")
+            if self._is_used(root, held_ids) and not isinstance(root, DistributedDataParallel):
                 for path, module in root.named_modules():
                     for key, buffer in module._buffers.items():
                         if buffer is not None and buffer.is_floating_point():
@@ -145,6 +149,11 @@ class Discovery:
                             slot = Slot(name, module._buffers, key, isinstance(module, _NormBase))
                             found.setdefault((id(module._buffers), key), slot)
         return list(found.values())
+
+    def _is_used(self, root: nn.Module, held_ids: set[int]) -> bool:
+        """False for a copy of a model that nobody trains (an average, the best so far), or what is made around one."""
+        is_held = any(id(p) in held_ids or p.grad is not None for p in root.parameters())
+        return is_held or not any(module in self._copies for module in root.modules())
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:
         """Models with a prefix for the names of their tensors: "" when there is one, else ``Class[number].``."""
@@ -157,9 +166,12 @@ class Discovery:
         return [parameter for group in groups for parameter in group["params"]]
 
     def is_evaluating(self) -> bool:
-        """True when there are models with parameters and none is in training mode."""
-        modes = [root.training for _, root in self.named_roots()]
-        return bool(modes) and not any(modes)
+        """True when there are models with parameters, and of those that optimizers train (of all, when there is no
+        optimizer) none is in training mode."""
+        roots = [root for _, root in self.named_roots()]
+        held_ids = {id(parameter) for parameter in self._optimizer_parameters()}
+        trained = [root for root in roots if any(id(parameter) in held_ids for parameter in root.parameters())]
+        return bool(roots) and not any(root.training for root in trained or roots)
 
 
 def _followed_by(method: Any, after: Any) -> Any:

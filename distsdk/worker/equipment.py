@@ -26,6 +26,11 @@ from distsdk.worker.shard import Sharding
 from distsdk.worker.sync import Synchroniser, mean_over_ranks
 from distsdk.worker.verify import FINAL_STEP, Verifier
 
+_SAME_DATA = (
+    "the function trained without reading a DataLoader, so every worker trained on the same data, unless it chose its "
+    "part by distsdk.context().rank. Read the data through a torch DataLoader to have it shared out."
+)
+
 
 class Equipment:
     """One rank's session, discovery, synchroniser, verifier and sharding."""
@@ -34,13 +39,18 @@ class Equipment:
         self.context = context
         self.send = send
         self.discovery = Discovery()
-        self.synchroniser = Synchroniser(self.discovery, context.world_size, ddp, self._on_first_backward)
-        self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
         self.session = Session(context, send, lambda: self.synchroniser.stop_agreed)
+        self.synchroniser = Synchroniser(
+            self.discovery, context.world_size, ddp, self._on_first_backward, self.session.note
+        )
+        self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
         self.sharding = Sharding(
             context.rank, context.world_size, seed, context.device,
             self.discovery.is_evaluating, lambda: self.synchroniser.num_backwards, self.session.note,
+            self._keep_models,
         )  # fmt: skip
+        self._models: list[nn.Module] = []
+        """Those of the last training loop, kept so that they can still be compared when the function has returned."""
 
     @contextmanager
     def in_place(self, wrap: bool) -> Iterator[None]:
@@ -54,9 +64,13 @@ class Equipment:
                 stack.enter_context(self.discovery.watching())
                 stack.enter_context(self.synchroniser.around_backward())
                 stack.enter_context(self.sharding.of_all_loaders())
+                stack.enter_context(self.sharding.noise.kept_from_weights())
                 stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
                 stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield
+
+    def _keep_models(self) -> None:
+        self._models = self.discovery.roots()
 
     def _on_first_backward(self) -> None:
         """The weights are there: prove that they are equal, and that they are where they should be."""
@@ -95,8 +109,10 @@ class Equipment:
 
     def finish(self) -> None:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
-        if self.context.world_size > 1 and self.synchroniser.num_backwards:
+        if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
+            if self.synchroniser.num_backwards and not self.sharding.num_loops:
+                self.session.note("warning", _SAME_DATA)
         self.save_models()
 
     def save_models(self) -> None:
@@ -105,7 +121,7 @@ class Equipment:
         if not models or not self.context.is_main or self.session.num_checkpoints:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
-        step = self.session.next_step - 1 if self.session.next_step else self.verifier.step
+        step = self.session.latest_step or self.verifier.step
         name = write_checkpoint(self.context.run_dir, step, state, {})
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,13 +32,14 @@ from distsdk.errors import ShipError, StopTraining, UsageError
 from distsdk.spec import WorkerSpec
 from distsdk.wire.channel import Channel, ChannelClosed
 from distsdk.wire.culprit import culprit
+from distsdk.wire.memory import INLINE_BYTES
 from distsdk.wire.messages import Assign, Died, Ended, Outcome, Parcel, Release, Returned, Stop, Stopped
 from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpack
-from distsdk.worker.arguments import modules_in, values_of
+from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of, torchrun_environment
 from distsdk.worker.equipment import Equipment
 from distsdk.worker.lifeline import die_with_parent
-from distsdk.worker.outcome import raised
+from distsdk.worker.outcome import EXCEPTION_BYTES, raised
 from distsdk.worker.randomness import seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
 from distsdk.worker.settings import apply_settings
@@ -59,6 +61,8 @@ def run(control: socket.socket) -> None:
     worker = Worker(spec, channel)
     threading.Thread(target=worker.listen, name="distsdk-control", daemon=True).start()
     outcome, attached = worker.outcome_of(assignment.payload, descriptors)
+    if os.getpid() != worker.pid:  # a child that the user's function forked came out here: it speaks for no rank
+        leave(0 if isinstance(outcome, Returned) else 1)
     _flush_streams()
     channel.send(Ended(spec.attempt, spec.place.rank, outcome), attached)
     worker.released.wait()
@@ -101,6 +105,7 @@ def become(spec: WorkerSpec) -> None:
     sys.argv[:] = spec.argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it is empty, and reading says so
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = open(  # noqa: SIM115 - it lives as long as the process
             descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
@@ -109,6 +114,8 @@ def become(spec: WorkerSpec) -> None:
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable(file=2)
     atexit._clear()
+    # an optimizer and its scheduler that came through a pickle: the mark that the warning looks for stays behind
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
     tempfile.tempdir = None  # it was chosen for another environment
     time.tzset()
     torch.set_num_threads(spec.num_threads)
@@ -143,6 +150,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
         self.spec = spec
         self.channel = channel
+        self.pid = os.getpid()
         self.released = threading.Event()
         self.equipment = Equipment(context_of(spec), spec.seed, spec.ddp, channel.send)
         self._shipped: dict[int, Any] = {}
@@ -166,22 +174,22 @@ class Worker:
         except StopTraining:
             return Stopped(), []
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
-            outcome = raised(error, self._pack, self._unpack_own)
+            outcome = raised(error, self._pack_exception, self._unpack_own)
             if isinstance(outcome, Died) and outcome.exit_code == 0:
                 return self._returned((None, None))  # sys.exit(0): done, and all is well
             return outcome, []
 
     def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any]] | None]:
-        """What the function returned and, on rank 0, the state of the models among its arguments."""
+        """What the function returned and, on rank 0, the states of models, optimizers and schedulers handed over."""
         spec, equipment = self.spec, self.equipment
         check_torch(spec)
         seed_everything(spec.seed)
         join_group(spec, descriptors)
         with equipment.in_place(spec.wrap):
             fn, args, kwargs = self._loaded(payload, descriptors)
-            models = modules_in(*values_of(fn, args, kwargs))
+            handed = values_of(fn, args, kwargs)
             if spec.device == "cuda":
-                for model in models:
+                for model in modules_in(*handed):
                     model.to(equipment.context.device)
             try:
                 value = fn(*args, **kwargs)
@@ -190,7 +198,7 @@ class Worker:
                 raise
             equipment.finish()
             equipment.tell_trained_captures(fn, args, kwargs)
-            return value, [model.state_dict() for model in models] if spec.place.rank == 0 else None
+            return value, [thing.state_dict() for thing in stateful_in(*handed)] if spec.place.rank == 0 else None
 
     def _loaded(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments, in a process that looks to them like the driver's."""
@@ -212,13 +220,16 @@ class Worker:
                 f"{type(part).__qualname__}, which does not pickle ({error}). Return numbers, tensors or plain data."
             )
             raise_later.__cause__ = error
-            return raised(raise_later, self._pack, self._unpack_own), []
+            return raised(raise_later, self._pack_exception, self._unpack_own), []
         return Returned(parcel), descriptors
 
-    def _pack(self, obj: Any) -> tuple[Parcel, list[int]]:
+    def _pack_exception(self, obj: Any) -> tuple[Parcel, list[int]]:
+        return self._pack(obj, EXCEPTION_BYTES)
+
+    def _pack(self, obj: Any, inline_bytes: int = INLINE_BYTES) -> tuple[Parcel, list[int]]:
         numbers = {id(shipped): number for number, shipped in self._shipped.items()}
         reducers = (homeward_reducer(numbers), storage_reducer)
-        return pack(obj, lambda file, buffers: Pickler(file, buffers, reducers))
+        return pack(obj, lambda file, buffers: Pickler(file, buffers, reducers), inline_bytes)
 
     def _unpack_own(self, parcel: Parcel) -> Any:
         with at_home(self._shipped):
@@ -238,19 +249,21 @@ def installed_torch_problem() -> str:
 
 
 def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
-    """The default process group: a store on the loopback address, whose socket the agent has bound already."""
+    """The default process group: a store on the loopback address, whose socket the agent has bound already (it is the
+    last of rank 0's descriptors)."""
     place = spec.place
-    pg_backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
-    if place.world_size == 1:
+    listener = descriptors.pop() if place.rank == 0 else None
+    if place.world_size == 1 and listener is not None:
+        os.close(listener)
         store: Any = HashStore()
     else:
-        is_host = place.rank == 0
         store = TCPStore(  # not libuv: up to torch 2.6 at least it cannot take a socket that is bound already
-            "127.0.0.1", spec.store_port, place.world_size, is_master=is_host, wait_for_workers=False, use_libuv=False,
-            master_listen_fd=descriptors.pop() if is_host else None,
+            "127.0.0.1", spec.store_port, place.world_size, is_master=listener is not None, wait_for_workers=False,
+            use_libuv=False, master_listen_fd=listener,
         )  # fmt: skip
     if spec.device == "cuda":
         torch.cuda.set_device(0)
+    pg_backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     dist.init_process_group(pg_backend, store=store, rank=place.rank, world_size=place.world_size)
 
 

@@ -13,6 +13,11 @@ from distsdk.wire.messages import Died, Parcel, Raised
 MESSAGE_BYTES = 64_000
 """Longer messages and tracebacks are cut, with a mark."""
 
+PART_BYTES = 1 << 16
+"""Larger arguments and attributes of an exception stay behind when the whole does not fit."""
+EXCEPTION_BYTES = 1 << 20
+"""An exception up to this size travels as it is."""
+
 Pack = Callable[[Any], tuple[Parcel, list[int]]]
 Unpack = Callable[[Parcel], Any]
 
@@ -50,7 +55,8 @@ def safe_text(error: BaseException) -> str:
 
 
 def cut(text: str) -> str:
-    """`text`, cut in the middle when it is too long; says how much is missing."""
+    """`text`, cut in the middle when it is too long, which it says; what is no UTF-8 escaped."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= MESSAGE_BYTES:
         return text
     half = MESSAGE_BYTES // 2
@@ -77,26 +83,33 @@ def _where(trace: TracebackType | None) -> str:
 
 
 def _parcel_of(error: BaseException, pack: Pack, unpack: Unpack) -> Parcel | None:
-    """The exception as it is; else its class, arguments and picklable attributes; else None. Proved by loading it."""
+    """The exception as it is; else its class, arguments and attributes as far as they can travel; else None. Proved by
+    loading it."""
     for form in (error, Rebuilt(error, pack)):
         try:
-            parcel, descriptors = pack(form)
-            if descriptors:  # too large for a message: the text has to do
-                close_all(descriptors)
-                continue
-            back = unpack(parcel)
+            parcel = _inline(form, pack)
+            back = unpack(parcel) if parcel is not None else None
         except Exception:
             continue
-        if type(back) is type(error) and safe_text(back) == safe_text(error):
+        if type(back) is type(error):
             return parcel
     return None
 
 
+def _inline(obj: Any, pack: Pack) -> Parcel | None:
+    """`obj` as a parcel that fits into a message; None when it is too large for that."""
+    parcel, descriptors = pack(obj)
+    close_all(descriptors)
+    return None if descriptors else parcel
+
+
 class Rebuilt:
-    """An exception by its parts, for classes whose constructor wants other arguments than ``args``."""
+    """An exception by its parts, for classes whose constructor wants other arguments than ``args``, and for those that
+    hold what is too large or does not pickle."""
 
     def __init__(self, error: BaseException, pack: Pack) -> None:
-        self._parts = (type(error), _picklable(error.args, pack), _picklable_items(vars(error), pack))
+        attributes = {key: value for key, value in vars(error).items() if _travels(value, pack)}
+        self._parts = (type(error), tuple(_travelling(arg, pack) for arg in error.args), attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Load as the exception itself."""
@@ -111,18 +124,15 @@ def rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], attribute
     return error
 
 
-def _picklable(args: tuple[Any, ...], pack: Pack) -> tuple[Any, ...]:
-    return tuple(arg if _packs(arg, pack) else repr(arg) for arg in args)
+def _travelling(arg: Any, pack: Pack) -> Any:
+    if isinstance(arg, str):
+        return cut(arg)
+    return arg if _travels(arg, pack) else cut(repr(arg))
 
 
-def _picklable_items(attributes: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    return {key: value for key, value in attributes.items() if _packs(value, pack)}
-
-
-def _packs(value: Any, pack: Pack) -> bool:
+def _travels(value: Any, pack: Pack) -> bool:
     try:
-        _parcel, descriptors = pack(value)
+        parcel = _inline(value, pack)
     except Exception:
         return False
-    close_all(descriptors)
-    return True
+    return parcel is not None and parcel.size <= PART_BYTES

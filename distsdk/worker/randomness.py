@@ -6,13 +6,17 @@ at any time start equal. Within a training loop each rank draws its own noise (d
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import init
+
+from distsdk.worker.replacing import replaced
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads rank numbers over the seed space (Knuth, TAOCP vol. 3, section 6.4)."""
@@ -42,16 +46,26 @@ def set_torch_streams(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
         torch.cuda.set_rng_state_all(states[1])
 
 
+def all_streams() -> tuple[Any, Any, Any]:
+    """States of the default generators of Python, numpy and torch."""
+    return random.getstate(), np.random.get_state(), torch_streams()
+
+
+def set_all_streams(states: tuple[Any, Any, Any]) -> None:
+    """Back to what `all_streams` gave."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    set_torch_streams(states[2])
+
+
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Leave the random states of this process as they were."""
-    states: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch_streams()
+    states = all_streams()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        set_torch_streams(states[2])
+        set_all_streams(states)
 
 
 class Noise:
@@ -82,21 +96,56 @@ class Noise:
             self._open.remove(token)
             if not self._open and self._common is not None:
                 set_torch_streams(self._common)
-
-
-class DataStream:
-    """The random stream that samplers draw from: equal on all ranks whatever the ranks compute in between."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = torch.Generator().manual_seed(seed).get_state()
+                self._common = None
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Within it, torch's default CPU generator is this stream."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._state)
+    def suspended(self) -> Iterator[None]:
+        """Within it, draws come from the common stream, training loop or not."""
+        if not self._open or self._common is None:
+            yield
+            return
+        own = torch_streams()
+        set_torch_streams(self._common)
         try:
             yield
         finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(before)
+            self._common = torch_streams()
+            set_torch_streams(own)
+
+    @contextmanager
+    def kept_from_weights(self) -> Iterator[None]:
+        """Within it, ``torch.nn.init`` draws from the common stream: a model made inside a training loop (a lazy one,
+        or one made when the first batch is seen) starts equal on all ranks too."""
+        names = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(replaced(init, name, self._drawing_in_common(getattr(init, name))))
+            yield
+
+    def _drawing_in_common(self, initialise: Any) -> Any:
+        @functools.wraps(initialise)
+        def initialise_in_common(*args: Any, **kwargs: Any) -> Any:
+            with self.suspended():
+                return initialise(*args, **kwargs)
+
+        return initialise_in_common
+
+
+class DataStream:
+    """The random streams that samplers draw from: equal on all ranks whatever the ranks compute in between."""
+
+    def __init__(self, seed: int) -> None:
+        with kept_streams():
+            seed_everything(seed)
+            self._states = all_streams()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it, the default generators of Python, numpy and torch are these streams."""
+        before = all_streams()
+        set_all_streams(self._states)
+        try:
+            yield
+        finally:
+            self._states = all_streams()
+            set_all_streams(before)

@@ -25,7 +25,9 @@ class Session:
     """True when all ranks stop here."""
     pid: int = field(default_factory=os.getpid)
     """The process it belongs to: in a forked child of it (a loader process) reporting is as it is outside."""
-    next_step: int = 0
+    latest_step: int = 0
+    _next_steps: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """By set of names: what is reported in different places, or by some ranks only, is counted apart."""
     num_checkpoints: int = 0
     _told: set[str] = field(default_factory=set)
 
@@ -34,6 +36,14 @@ class Session:
         if text not in self._told:
             self._told.add(text)
             self.send(Noted(self.context.attempt, self.context.rank, level, text))
+
+    def step_of(self, names: tuple[str, ...], given: int | None) -> int:
+        """The step of a report of these names: as given, else one more than in the last one of the same names, but not
+        before the latest step of any."""
+        step = max(self._next_steps.get(names, 0), self.latest_step) if given is None else int(given)
+        self._next_steps[names] = step + 1
+        self.latest_step = step
+        return step
 
     def leave_if_stopping(self) -> None:
         """Raise StopTraining at a boundary where all ranks do."""
@@ -67,7 +77,8 @@ def report(
     Args:
         metrics: name to number: int, float, bool, one-element tensor or numpy scalar; nan and inf are numbers. May be
             empty when there is a checkpoint.
-        step: number of the step, 0 or more; None: one more than in this rank's last report, from 0.
+        step: number of the step, 0 or more; None: counted on each rank from 0, one more than in its last report of
+            the same names, but not before its latest step.
         weight: how much this rank's values count in a mean, for instance its number of samples; above 0.
         reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
             the highest rank); one for all or by name.
@@ -99,8 +110,7 @@ def _send_report(
     folds: dict[str, str],
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
-    at = session.next_step if step is None else int(step)
-    session.next_step = at + 1
+    at = session.step_of(tuple(sorted(numbers)), step)
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
     session.send(Reported(context.attempt, context.rank, at, numbers, float(weight), folds, name))

@@ -66,11 +66,15 @@ class Sharding:
         is_evaluating: Callable[[], bool],
         num_backwards: Callable[[], int],
         note: Callable[[str, str], None],
+        on_training_loop: Callable[[], None],
     ) -> None:
+        self.on_training_loop = on_training_loop
         self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, device
         self.is_evaluating, self.num_backwards, self.note = is_evaluating, num_backwards, note
         self.stream = DataStream(seed)
         self.noise = Noise(rank)
+        self.num_loops = 0
+        """Training iterations begun, over all loaders."""
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -102,7 +106,7 @@ class Sharding:
     def _share_of(self, loader: DataLoader[Any], sampler: Any) -> Any:
         if self.world_size == 1:
             return sampler
-        if isinstance(sampler, loaders._InfiniteConstantSampler):
+        if isinstance(getattr(sampler, "sampler", sampler), loaders._InfiniteConstantSampler):
             self.note("warning", _WHOLE_STREAM)
             return sampler
         share = self._shares.get(loader)
@@ -120,9 +124,12 @@ class Share:
         """The DistributedSampler that the user put in: then the loader is shared out already."""
         self._sharding = sharding
         self._epoch = 0
+        self._first_epoch = 0
+        """A loader that is made anew for each epoch goes on where the one before stopped."""
         self._mode = ""
         self._backwards_at_start = 0
         self._window = self._held = 0
+        self._is_whole = False
         self._part = sampler if self.own_distributed else self._training_part()
 
     def _training_part(self) -> Any:
@@ -135,19 +142,25 @@ class Share:
         return _distributed(self.sampler, s) or Strided(self.sampler, s)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_evaluating():
+        self._is_whole = self._is_evaluating()
+        self._backwards_at_start = self._sharding.num_backwards()
+        if self._is_whole:
             self._mode = self._mode or "evaluation"
             return iter(self.sampler)
         self._mode = "training"
+        self._sharding.on_training_loop()
         self._sharding.noise.close(self._window)
         self._window = self._sharding.noise.open()
-        self._backwards_at_start = self._sharding.num_backwards()
         self._tell_batch()
+        if not self._epoch:
+            self._first_epoch = self._sharding.num_loops
         self._set_epoch()
         return iter(self._part)
 
     def __len__(self) -> int:
-        whole = self._mode == "evaluation" or not torch.is_grad_enabled() or (not self._mode and self._is_evaluating())
+        """Of an iteration of the kind that the loader was used for; before the first one, of a training iteration (that
+        is when schedulers ask), unless gradients are off."""
+        whole = self._mode == "evaluation" or not torch.is_grad_enabled()
         return len(self.sampler if whole else self._part)
 
     def _is_evaluating(self) -> bool:
@@ -156,9 +169,12 @@ class Share:
     def _set_epoch(self) -> None:
         """Let the shuffle differ per epoch, unless the user's own code already did."""
         sampler = self.own_distributed or getattr(self._part, "sampler", self._part)
-        if isinstance(sampler, DistributedSampler) and (not self.own_distributed or sampler.epoch == self._epoch - 1):
-            sampler.set_epoch(self._epoch)
+        if isinstance(sampler, DistributedSampler) and (
+            not self.own_distributed or sampler.epoch == self._first_epoch + self._epoch - 1
+        ):
+            sampler.set_epoch(self._first_epoch + self._epoch)
         self._epoch += 1
+        self._sharding.num_loops += 1
 
     def _tell_batch(self) -> None:
         s = self._sharding
@@ -195,7 +211,14 @@ class Share:
         """The loop is over. If nothing was trained in it, the loader was probably not meant for training."""
         s = self._sharding
         s.noise.close(self._window)
-        if self._mode == "training" and not self.own_distributed and s.num_backwards() == self._backwards_at_start:
+        has_trained = s.num_backwards() != self._backwards_at_start
+        if self._is_whole and has_trained:
+            s.note("warning", (
+                f"the loader read at {user_line()} was read whole by every worker, since all models were in eval mode, "
+                "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "
+                "BatchNorm, put only those modules into eval mode."
+            ))  # fmt: skip
+        if not self._is_whole and not self.own_distributed and not has_trained:
             s.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
                 "backward ran: each worker saw its part only. Read evaluation data under torch.no_grad(), or with the "

@@ -40,7 +40,14 @@ Named = list[tuple[str, torch.Tensor]]
 class Synchroniser:
     """Averages gradients and buffers of all models over the ranks, in every backward."""
 
-    def __init__(self, discovery: Discovery, world_size: int, ddp: Mapping[str, Any], on_first: Callable[[], None]):
+    def __init__(
+        self,
+        discovery: Discovery,
+        world_size: int,
+        ddp: Mapping[str, Any],
+        on_first: Callable[[], None],
+        note: Callable[[str, str], None],
+    ) -> None:
         self.discovery = discovery
         self.world_size = world_size
         self.num_backwards = 0
@@ -50,7 +57,7 @@ class Synchroniser:
         self.roots: list[nn.Module] = []
         """The models in training, kept alive so that their state can still be saved when the function has returned."""
         self._ddp = ddp
-        self._on_first = on_first
+        self._on_first, self._note = on_first, note
         self._depth = 0
         self._is_nested = False
         """True once backward ran inside backward (reentrant checkpointing). A parameter can then get its gradient in
@@ -96,6 +103,7 @@ class Synchroniser:
         replica = self._current_replica()
         self.num_backwards += 1
         if replica is None:
+            self._tell_nothing_known()
             self.stop_agreed = self.stop_asked and self.world_size == 1
             return run_backward()
         callback = root.register_hook(replica.queue_close)
@@ -108,6 +116,13 @@ class Synchroniser:
             raise
         finally:
             callback.remove()
+
+    def _tell_nothing_known(self) -> None:
+        if self.world_size > 1 and not self._watched:
+            self._note("warning", (
+                "a backward ran on tensors that belong to no module and no optimizer, so nothing was synchronised: "
+                "each worker trains its own. Give them to an optimizer, or hold them in a module as parameters."
+            ))  # fmt: skip
 
     def _current_replica(self) -> Replica | None:
         """The replica for what is trainable now; built anew when that changed."""

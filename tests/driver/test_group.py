@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distsdk.driver.group import (
     EVIDENCE_S,
     KILL_S,
+    LATE_S,
     PROMPT_S,
     After,
     AgentGone,
@@ -22,9 +23,11 @@ from distsdk.driver.group import (
     Finish,
     KillOverdue,
     LaunchWorkers,
+    LongAfterTheFirst,
     ReleaseWorkers,
     StopRequested,
     StopWorkers,
+    TellUser,
     Verdict,
     WorkerGroup,
     is_peer_error,
@@ -82,11 +85,22 @@ def fed(group: WorkerGroup, *events: Event) -> list[Command]:
 
 def test_completed() -> None:
     group = running()
-    assert group.on(ended(1, RETURNED)) == []
+    assert group.on(ended(1, RETURNED)) == [After(LATE_S, LongAfterTheFirst())]
     assert group.on(exited(1)) == []  # an odd order, but possible: it was asked to leave by somebody else
     assert group.on(ended(0, RETURNED)) == [ReleaseWorkers(), After(KILL_S, KillOverdue())]
     assert group.verdict == Verdict("completed")
     assert group.on(exited(0)) == [Finish()]
+
+
+def test_who_runs_on_long_after_others_is_told() -> None:
+    group = running(3)
+    fed(group, ended(2, RETURNED), ended(0, RETURNED))
+    (told,) = group.on(LongAfterTheFirst())
+    assert isinstance(told, TellUser)
+    assert told.text.startswith("ranks 0, 2 have ended and rank 1 has not.")
+    group.on(DeadlinePassed())
+    assert group.verdict == Verdict("deadline", detail="ranks 0, 2 have ended and rank 1 has not.")
+    assert group.on(LongAfterTheFirst()) == []
 
 
 def test_one_rank() -> None:
@@ -137,7 +151,7 @@ def test_evidence_is_asked_for_once() -> None:
 
 def test_a_return_then_a_failure() -> None:
     group = running()
-    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == KILL
+    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == [After(LATE_S, LongAfterTheFirst()), *KILL]
     assert group.verdict == Verdict("raised", 1)
 
 
@@ -153,7 +167,8 @@ def test_stop_reaches_a_boundary() -> None:
     group = running()
     assert group.on(StopRequested(5.0)) == [StopWorkers(5.0), After(5.0, StopRequested(0))]
     assert group.verdict is None
-    assert fed(group, ended(0, STOPPED), ended(1, STOPPED)) == [ReleaseWorkers(), After(KILL_S, KillOverdue())]
+    group.on(ended(0, STOPPED))
+    assert group.on(ended(1, STOPPED)) == [ReleaseWorkers(), After(KILL_S, KillOverdue())]
     assert group.verdict == Verdict("interrupted")
     assert fed(group, exited(0), exited(1)) == [Finish()]
 

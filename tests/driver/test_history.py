@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsdk.driver.history import FOLDS, SILENT_STEPS, History, Row
+from distsdk.driver.history import FOLDS, SILENT_S, SILENT_STEPS, History, Row
 from distsdk.wire.messages import Reported
 from distsdk.worker.session import REDUCTIONS
 
@@ -23,8 +23,8 @@ def history(*reports: Reported, num_ranks: int = 2) -> History:
     return made
 
 
-def settled(made: History) -> list[int]:
-    return [int(row["step"]) for row in made.newly_settled()]
+def settled(made: History, now_s: float = 0.0) -> list[int]:
+    return [int(row["step"]) for row in made.newly_settled(now_s)]
 
 
 def test_mean_is_weighted_and_exact() -> None:
@@ -123,18 +123,25 @@ def test_finished_ranks_are_not_waited_for() -> None:
 
 
 def test_silent_ranks_are_waited_for_a_little() -> None:
+    """For some steps and some time: both must be over."""
     made = History(2)
-    found = []
     for step in range(SILENT_STEPS + 2):
-        made.add(told(0, step, x=1))
-        found.append(settled(made))
-    assert found[: SILENT_STEPS - 1] == [[]] * (SILENT_STEPS - 1)
-    assert [step for steps in found for step in steps] == list(range(SILENT_STEPS + 1))
+        made.add(told(0, step, x=1), now_s=100.0 + step / 10)
+        assert settled(made, 100.0 + step / 10) == []
+    assert settled(made, 100.0 + SILENT_S) == list(range(SILENT_STEPS + 1))
+
+
+def test_a_rank_that_is_slow_to_begin_makes_no_row_twice() -> None:
+    made = history(*(told(0, step, x=0) for step in range(4)))
+    assert settled(made) == []
+    for step in range(4):
+        made.add(told(1, step, x=2))
+    assert [row["x"] for row in made.newly_settled()] == [1.0] * 3
 
 
 def test_late_value_gives_the_row_again() -> None:
     made = history(*(told(0, step, x=1) for step in range(5)))
-    assert settled(made) == [0, 1, 2, 3]
+    assert settled(made, SILENT_S) == [0, 1, 2, 3]
     made.add(told(1, 2, x=3))
     made.add(told(1, 9, x=3))
     assert settled(made) == [2]

@@ -117,7 +117,7 @@ def test_load_into(tmp_path: Path) -> None:
     made = result(tmp_path, checkpoint_names=[name])
     assert made.load_into(fresh, key="net") is fresh
     assert torch.equal(fresh.weight, trained.weight)
-    with pytest.raises(CheckpointError, match=r"has no 'model': it has \['net'\]"):
+    with pytest.raises(CheckpointError, match=r"has no 'model': name one of key=\['net'\]"):
         made.load_into(fresh)
 
 

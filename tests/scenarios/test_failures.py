@@ -209,7 +209,7 @@ def test_a_long_message_is_cut_and_arrives():
         if distsdk.context().rank == 1:
             raise ValueError("HEAD" + "x" * 5_000_000 + "TAIL")
 
-    with pytest.raises(Exception, match=r"^HEADx+") as caught:
+    with pytest.raises(ValueError, match=r"^HEADx+") as caught:
         train()
     assert len(str(caught.value.__cause__)) < 200_000
     assert os.path.getsize(caught.value.result.ranks[1].log_path) == 3_000_000
@@ -258,6 +258,63 @@ def test_a_deaf_worker_is_ended():
     """Code that closes every descriptor takes the worker's line away: it must not hang."""
     with pytest.raises(WorkerDied):
         distributed(workers=2, gpu=False, timeout=30)(lambda: os.closerange(3, 100))()
+
+
+class Heavy(Exception):
+    def __init__(self, message, batch):
+        super().__init__(message)
+        self.batch, self.row = batch, 17
+
+
+def test_an_exception_with_a_large_attribute_keeps_its_type():
+    def train(size):
+        raise Heavy("bad batch", torch.zeros(size))
+
+    for size, arrives in ((10_000, True), (3_000_000, False)):
+        with pytest.raises(Heavy, match="bad batch") as caught:
+            distributed(workers=2, gpu=False)(train)(size)
+        assert caught.value.row == 17
+        assert hasattr(caught.value, "batch") == arrives
+
+
+def test_reading_from_stdin_finds_the_end():
+    assert distributed(workers=2, gpu=False)(lambda: sys.stdin.read())().values == ["", ""]
+
+
+def test_a_forked_child_of_a_worker_speaks_for_no_rank():
+    def train():
+        if os.fork() == 0:
+            raise RuntimeError("the child's")
+        os.wait()
+        return 1
+
+    assert distributed(workers=2, gpu=False)(train)().values == [1, 1]
+
+
+def test_a_cancel_at_any_moment_is_prompt():
+    call = distributed(workers=2, gpu=False)(lambda seconds: time.sleep(seconds))
+    call(0)
+    for delay in range(0, 60, 6):
+        job = call.submit(60)
+        time.sleep(delay / 1000)
+        start = time.monotonic()
+        assert job.cancel()
+        assert time.monotonic() - start < 5  # a kill that is lost costs ten seconds
+
+
+def test_a_rank_that_has_ended_is_named_when_time_runs_out():
+    def train():
+        if distsdk.context().rank == 1:
+            time.sleep(60)
+
+    with pytest.raises(DeadlineExceeded, match="rank 0 has ended and rank 1 has not"):
+        distributed(workers=2, gpu=False, timeout=2)(train)()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_large_arguments(workers):
+    data = b"x" * 1_000_000
+    assert distributed(workers=workers, gpu=False)(lambda data: len(data))(data).values == [1_000_000] * workers
 
 
 def test_an_odd_exit_code():

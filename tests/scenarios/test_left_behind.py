@@ -161,6 +161,16 @@ def test_cool_ends_the_warm_processes():
     assert distributed(workers=1, gpu=False)(lambda: 2)().value == 2
 
 
+def test_cool_lets_a_run_under_way_end():
+    job = distributed(workers=2, gpu=False)(lambda: time.sleep(1.5)).submit()
+    wait_until(lambda: job.status == "running", "the job running")
+    (agent,) = distsdk.pool()
+    distsdk.cool()
+    assert distsdk.pool() == []
+    assert job.result(timeout=30).status == "completed"
+    assert_all_gone([agent])
+
+
 def test_a_forked_child_of_the_driver_makes_its_own_pool(tmp_path):
     script = """
 import os, distsdk

@@ -2,18 +2,20 @@
 
 import copy
 import itertools
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import distsdk
 from distsdk import DivergenceError, UsageError, distributed
 from tests.worker import programs
-from tests.worker.programs import Branching, Normalised, Plain, dataset, flat, optimizer_of
+from tests.worker.programs import FEATURES, TARGETS, Branching, Normalised, Plain, dataset, flat, optimizer_of
 
 SEED = 5
 
@@ -80,6 +82,27 @@ def test_modules_among_the_arguments_come_back_trained():
     assert not torch.equal(flat(model), before)
     assert model.body[0].weight is same  # in place
     assert torch.equal(flat(result.load_into(Plain())), flat(model))
+
+
+def train_with_all(model, optimizer, scheduler, loader):
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x, 0), y).backward()
+        optimizer.step()
+    scheduler.step()
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_optimizer_and_scheduler_come_back_too(capsys):
+    model = Plain()
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(dataset(), batch_size=8)
+    rates = [on(2, train_with_all)(model, optimizer, scheduler, loader).value for _ in range(3)]
+    assert rates == [0.025, 0.0125, 0.00625]
+    assert optimizer.param_groups[0]["lr"] == 0.00625
+    assert optimizer.state[model.body[0].weight]["momentum_buffer"].abs().sum() > 0
+    assert "optimizer.step()" not in capsys.readouterr().err
 
 
 def test_modules_stay_as_they_are_after_submit_and_after_a_failure():
@@ -307,6 +330,190 @@ def test_two_models_with_a_graph_that_is_used_twice():
 
     values = on(2, gan)().values
     assert torch.equal(values[0], values[1])
+
+
+def test_models_made_inside_the_training_loop():
+    def train():
+        model, lazy = None, nn.LazyLinear(TARGETS).double()
+        for x, y, _ in DataLoader(dataset(), batch_size=8, shuffle=True):
+            if model is None:
+                model = nn.Linear(x.shape[1], x.shape[1]).double()
+                lazy(model(x))
+                optimizer = optimizer_of(nn.ModuleList([model, lazy]))
+            optimizer.zero_grad()
+            F.mse_loss(lazy(model(x)), y).backward()
+            optimizer.step()
+        return torch.cat([flat(model), flat(lazy)])
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_a_trained_copy_of_a_model_is_synchronised_with_its_buffers():
+    def train():
+        model = copy.deepcopy(Normalised())
+        train_passed_in(model, DataLoader(dataset(), batch_size=8, shuffle=True))
+        return torch.cat([flat(model), model.body[1].running_mean])
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_an_average_that_stays_in_training_mode_does_not_make_evaluation_training():
+    def train():
+        model = Normalised()
+        average, optimizer = AveragedModel(model), optimizer_of(model)
+        programs.steps(model, DataLoader(dataset(30), batch_size=5), optimizer)
+        average.update_parameters(model)
+        model.eval()
+        return sum(len(x) for x, _, _ in DataLoader(dataset(30), batch_size=8)), average.n_averaged
+
+    assert on(2, train)().values == [(30, 1)] * 2
+
+
+def test_a_buffer_that_starts_to_change_late(capsys):
+    class Late(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x, step):
+            if step > 5:
+                self.seen += x[0, :3]
+            return super().forward(x, step)
+
+    value, other = on(2, programs.train)(Late).values
+    assert torch.equal(value["buffers"]["seen"], other["buffers"]["seen"])
+    assert value["buffers"]["seen"].abs().sum() > 0
+    assert "not equal" not in capsys.readouterr().err
+
+
+def test_gradients_made_by_hand_are_caught():
+    def train():
+        model = Plain()
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+            loss = F.mse_loss(model(x, 0), y)
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
+                parameter.data -= 0.1 * gradient
+
+    with pytest.raises(DivergenceError, match="at the end"):
+        on(2, train)()
+
+
+def test_a_loader_made_anew_for_each_epoch_shuffles_anew():
+    def train():
+        model, orders = Plain(), []
+        for _ in range(3):
+            orders.append(programs.steps_once(model, DataLoader(dataset(), batch_size=8, shuffle=True)))
+        kept = DataLoader(dataset(), batch_size=8, shuffle=True)
+        orders += [programs.steps_once(model, kept) for _ in range(2)]
+        return orders
+
+    for orders in on(2, train)().values:
+        assert len({tuple(order.tolist()) for order in orders}) == 5
+
+
+def test_a_sampler_that_shuffles_with_python_while_the_data_draws_too():
+    class Shuffled:
+        def __iter__(self):
+            order = list(range(32))
+            random.shuffle(order)
+            return iter(order)
+
+        def __len__(self):
+            return 32
+
+    class Noisy(Dataset):
+        def __getitem__(self, index):
+            random.sample(range(100), 1 + index % 3)
+            return dataset(32)[index]
+
+        def __len__(self):
+            return 32
+
+    def train():
+        loader = DataLoader(Noisy(), batch_size=4, sampler=Shuffled())
+        return torch.stack([programs.steps_once(Plain(), loader) for _ in range(3)])
+
+    ours, theirs = on(2, train)().values
+    for epoch in torch.cat([ours, theirs], dim=1):
+        assert torch.equal(epoch.sort().values, torch.arange(32))
+
+
+def test_training_in_eval_mode_is_told(capsys):
+    def train():
+        model = Plain().eval()
+        train_passed_in(model, DataLoader(dataset(), batch_size=8), epochs=2)
+        return flat(model)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+    assert capsys.readouterr().err.count("the workers do the same work") == 1
+
+
+def test_training_without_a_loader_is_told(capsys):
+    def train():
+        model, data = Plain(), dataset().tensors
+        F.mse_loss(model(data[0], 0), data[1]).backward()
+
+    on(2, train)()
+    assert capsys.readouterr().err.count("every worker trained on the same data") == 1
+
+
+def test_an_iterable_dataset_is_told(capsys):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(dataset(16))
+
+    on(2, train_passed_in)(Plain(), DataLoader(Stream(), batch_size=4))
+    err = capsys.readouterr().err
+    assert err.count("is read whole by every worker") == 1
+    assert "global batch" not in err
+
+
+def test_a_normaliser_without_parameters_is_kept_equal():
+    class Normaliser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
+
+        def forward(self, x):
+            self.mean += 0.1 * (x.mean(0) - self.mean)
+            return x - self.mean
+
+    def train():
+        normaliser, model = Normaliser(), Plain()
+        optimizer = optimizer_of(model)
+        for x, y, _ in DataLoader(dataset(), batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            F.mse_loss(model(normaliser(x), 0), y).backward()
+            optimizer.step()
+        return normaliser.mean
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_a_length_asked_for_before_training_is_that_of_training():
+    def train():
+        model = Plain().eval()  # as pretrained models come
+        loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+        before = len(loader)
+        model.train()
+        train_passed_in(model, loader)
+        return before, len(loader)
+
+    assert on(2, train)().values == [(6, 6)] * 2
+
+
+def test_tensors_that_nothing_holds_are_told(capsys):
+    def train():
+        weight = torch.zeros(FEATURES, TARGETS, dtype=torch.float64, requires_grad=True)
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+            F.mse_loss(x @ weight, y).backward()
+
+    on(2, train)()
+    assert capsys.readouterr().err.count("belong to no module and no optimizer") == 1
 
 
 def test_unequal_initial_weights_are_caught():
