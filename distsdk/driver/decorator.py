@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import os
 import sys
 import types
@@ -29,6 +30,7 @@ _BUILTINS = (
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 )
+_log = logging.getLogger("distsdk")
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -195,4 +197,5 @@ def _load_back(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], job: J
     if states and "torch" in sys.modules:
         from distsdk.worker.arguments import load_states, stateful_in, values_of
 
-        load_states(stateful_in(*values_of(fn, args, kwargs)), states)
+        for problem in load_states(stateful_in(*values_of(fn, args, kwargs)), states):
+            _log.warning("%s. The run itself is whole: return it from the function, or see result.checkpoint.", problem)

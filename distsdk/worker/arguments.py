@@ -54,8 +54,18 @@ def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return [args, dict(kwargs), owner, attributes]
 
 
-def load_states(things: list[Any], states: list[dict[str, Any]]) -> None:
-    """Load what came back from rank 0 into the caller's own objects, in place, on their own devices."""
-    with torch.no_grad():
-        for thing, state in zip(things, states, strict=True):
-            thing.load_state_dict(state)
+def load_states(things: list[Any], states: list[dict[str, Any]]) -> list[str]:
+    """Load what came back from rank 0 into the caller's own objects, in place, on their own devices.
+
+    Gives a sentence for each that could not take its state, because the function changed its structure.
+    """
+    problems = []
+    for thing, state in zip(things, states, strict=False):
+        try:
+            with torch.no_grad():
+                thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            problems.append(
+                f"the caller's {type(thing).__name__} could not take the state it has in the workers: {error}"
+            )
+    return problems

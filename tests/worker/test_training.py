@@ -105,6 +105,22 @@ def test_optimizer_and_scheduler_come_back_too(capsys):
     assert "optimizer.step()" not in capsys.readouterr().err
 
 
+def test_a_model_that_grew_in_the_workers_is_told(caplog):
+    def train(model, optimizer):
+        model.extra = nn.Linear(3, 3).double()
+        optimizer.add_param_group({"params": list(model.extra.parameters())})
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+            optimizer.zero_grad()
+            F.mse_loss(model.extra(model(x, 0)), y).backward()
+            optimizer.step()
+
+    model = Plain()
+    result = on(2, train)(model, optimizer_of(model))
+    assert result.status == "completed"
+    told = [record.getMessage().split(" could")[0] for record in caplog.records]
+    assert told == ["the caller's Plain", "the caller's SGD"]
+
+
 def test_modules_stay_as_they_are_after_submit_and_after_a_failure():
     def fails(model, loader):
         train_passed_in(model, loader)
