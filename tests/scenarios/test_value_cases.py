@@ -153,3 +153,11 @@ def test_plain_pickle_finds_the_classes_of_the_main_script(tmp_path: Path, wrap:
     """With `wrap` the rows are shared out and padded: 1, 3 and 2, 1."""
     written(tmp_path, {"job.py": PLAIN_PICKLE.format(wrap=wrap)})
     assert printed(["job.py"], tmp_path) == f"{[([2, 4], total) for total in sums]}\n"
+
+
+def test_hundreds_of_megabytes_returned_by_each_rank():
+    def train(count):
+        return torch.full((count,), float(distsdk.context().rank))
+
+    values = distributed(workers=2, gpu=False)(train)(50_000_000).values
+    assert [(len(value), float(value[-1])) for value in values] == [(50_000_000, 0.0), (50_000_000, 1.0)]
