@@ -46,8 +46,8 @@ class Equipment:
         self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
         self.sharding = Sharding(
             context.rank, context.world_size, seed, context.device,
-            self.discovery.is_evaluating, lambda: self.synchroniser.num_backwards, self.session.note,
-            self._keep_models,
+            self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
+            self.session.note, self._keep_models,
         )  # fmt: skip
         self._models: list[nn.Module] = []
         """Those of the last training loop, kept so that they can still be compared when the function has returned."""
@@ -86,11 +86,13 @@ class Equipment:
     def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer that is given a closure decides on the loss it returns: on the mean over the ranks, so that all
         decide alike."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if not callable(closure) or self.context.world_size == 1:
+        if self.context.world_size == 1:
             return None
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (*args[:1], lambda: mean_over_ranks(closure()), *args[2:]), rest
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": lambda: mean_over_ranks(closure())}
+        if len(args) > 1 and callable(first := args[1]):  # args[0] is the optimizer
+            return (args[0], lambda: mean_over_ranks(first()), *args[2:]), kwargs
+        return None
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1
@@ -111,7 +113,7 @@ class Equipment:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
-            if self.synchroniser.num_backwards and not self.sharding.num_loops:
+            if self.synchroniser.num_backwards and not (self.sharding.num_loops or self.sharding.has_streams):
                 self.session.note("warning", _SAME_DATA)
         self.save_models()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -116,10 +117,14 @@ class Noise:
     def kept_from_weights(self) -> Iterator[None]:
         """Within it, ``torch.nn.init`` draws from the common stream: a model made inside a training loop (a lazy one,
         or one made when the first batch is seen) starts equal on all ranks too."""
-        names = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
+        functions = {name: value for name, value in vars(init).items() if name.endswith("_") and name[0] != "_"}
+        inside_torch = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.")]
         with ExitStack() as stack:
-            for name in names:
-                stack.enter_context(replaced(init, name, self._drawing_in_common(getattr(init, name))))
+            for name, function in functions.items():
+                common = self._drawing_in_common(function)
+                for module in inside_torch:  # some of torch's layers have imported the functions themselves
+                    if vars(module).get(name) is function:
+                        stack.enter_context(replaced(module, name, common))
             yield
 
     def _drawing_in_common(self, initialise: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ class Session:
     pid: int = field(default_factory=os.getpid)
     """The process it belongs to: in a forked child of it (a loader process) reporting is as it is outside."""
     latest_step: int = 0
-    _next_steps: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """By set of names: what is reported in different places, or by some ranks only, is counted apart."""
+    _next_steps: dict[str, int] = field(default_factory=dict)
+    """By name: what is reported in different places, or by some ranks only, is counted apart."""
     num_checkpoints: int = 0
     _told: set[str] = field(default_factory=set)
 
@@ -37,11 +37,12 @@ class Session:
             self._told.add(text)
             self.send(Noted(self.context.attempt, self.context.rank, level, text))
 
-    def step_of(self, names: tuple[str, ...], given: int | None) -> int:
-        """The step of a report of these names: as given, else one more than in the last one of the same names, but not
+    def step_of(self, names: Iterable[str], given: int | None) -> int:
+        """The step of a report of these names: as given, else one more than the last that had one of them, but not
         before the latest step of any."""
-        step = max(self._next_steps.get(names, 0), self.latest_step) if given is None else int(given)
-        self._next_steps[names] = step + 1
+        following = max((self._next_steps.get(name, 0) for name in names), default=0)
+        step = max(following, self.latest_step) if given is None else int(given)
+        self._next_steps.update(dict.fromkeys(names, step + 1))
         self.latest_step = step
         return step
 
@@ -78,7 +79,7 @@ def report(
         metrics: name to number: int, float, bool, one-element tensor or numpy scalar; nan and inf are numbers. May be
             empty when there is a checkpoint.
         step: number of the step, 0 or more; None: counted on each rank from 0, one more than in its last report of
-            the same names, but not before its latest step.
+            one of these names, but not before its latest step.
         weight: how much this rank's values count in a mean, for instance its number of samples; above 0.
         reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
             the highest rank); one for all or by name.
@@ -110,7 +111,7 @@ def _send_report(
     folds: dict[str, str],
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
-    at = session.step_of(tuple(sorted(numbers)), step)
+    at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
     session.send(Reported(context.attempt, context.rank, at, numbers, float(weight), folds, name))

@@ -64,15 +64,16 @@ class Sharding:
         seed: int,
         device: str,
         is_evaluating: Callable[[], bool],
-        num_backwards: Callable[[], int],
+        progress: Callable[[], tuple[int, int]],
         note: Callable[[str, str], None],
         on_training_loop: Callable[[], None],
     ) -> None:
         self.on_training_loop = on_training_loop
         self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, device
-        self.is_evaluating, self.num_backwards, self.note = is_evaluating, num_backwards, note
+        self.is_evaluating, self.progress, self.note = is_evaluating, progress, note
         self.stream = DataStream(seed)
         self.noise = Noise(rank)
+        self.has_streams = False
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share] = weakref.WeakKeyDictionary()
@@ -107,6 +108,7 @@ class Sharding:
         if self.world_size == 1:
             return sampler
         if isinstance(getattr(sampler, "sampler", sampler), loaders._InfiniteConstantSampler):
+            self.has_streams = True
             self.note("warning", _WHOLE_STREAM)
             return sampler
         share = self._shares.get(loader)
@@ -127,7 +129,8 @@ class Share:
         self._first_epoch = 0
         """A loader that is made anew for each epoch goes on where the one before stopped."""
         self._mode = ""
-        self._backwards_at_start = 0
+        self._progress_at_start = (0, 0)
+        """Backwards and optimizer steps there had been."""
         self._window = self._held = 0
         self._is_whole = False
         self._part = sampler if self.own_distributed else self._training_part()
@@ -143,7 +146,7 @@ class Share:
 
     def __iter__(self) -> Iterator[Any]:
         self._is_whole = self._is_evaluating()
-        self._backwards_at_start = self._sharding.num_backwards()
+        self._progress_at_start = self._sharding.progress()
         if self._is_whole:
             self._mode = self._mode or "evaluation"
             return iter(self.sampler)
@@ -211,14 +214,14 @@ class Share:
         """The loop is over. If nothing was trained in it, the loader was probably not meant for training."""
         s = self._sharding
         s.noise.close(self._window)
-        has_trained = s.num_backwards() != self._backwards_at_start
-        if self._is_whole and has_trained:
+        now, before = s.progress(), self._progress_at_start
+        if self._is_whole and now[1] > before[1]:
             s.note("warning", (
                 f"the loader read at {user_line()} was read whole by every worker, since all models were in eval mode, "
                 "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "
                 "BatchNorm, put only those modules into eval mode."
             ))  # fmt: skip
-        if not self._is_whole and not self.own_distributed and not has_trained:
+        if not self._is_whole and not self.own_distributed and now[0] == before[0]:
             s.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
                 "backward ran: each worker saw its part only. Read evaluation data under torch.no_grad(), or with the "

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
 from torch.utils.checkpoint import CheckpointFunction
 
-from distsdk.worker.buffers import BufferSync, Slot
+from distsdk.worker.buffers import BufferSync, Known, Slot
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
 
@@ -67,6 +67,7 @@ class Synchroniser:
         self._watched: list[torch.Tensor] = []
         self._signature: list[Any] = []
         self._replica: Replica | None = None
+        self._known_buffers = Known()
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -135,7 +136,8 @@ class Synchroniser:
             self._version = self.discovery.version
             if not _same([tensor for _, tensor in self.discovery.named_parameters()], self._watched):
                 return True
-        return _signature(self._watched) != self._signature or (self._replica is not None and self._replica.is_stale())
+        must_rebuild = self._replica is not None and self._replica.must_rebuild
+        return must_rebuild or _signature(self._watched) != self._signature
 
     def _watch(self) -> None:
         self._forget_replica()
@@ -150,7 +152,9 @@ class Synchroniser:
             self._on_first()
         if trainable and self.world_size > 1:
             with self.discovery.ignoring():
-                self._replica = Replica(trainable, self.discovery.sparse(), self.discovery.buffers(), self._ddp)
+                self._replica = Replica(
+                    trainable, self.discovery.sparse(), self.discovery.buffers(), self._known_buffers, self._ddp
+                )
 
     def _forget_replica(self) -> None:
         if self._replica is not None:
@@ -160,13 +164,13 @@ class Synchroniser:
 
 
 def mean_over_ranks(loss: Any) -> Any:
-    """The mean of a closure's loss over the ranks; of the same kind (a number or a tensor without a graph)."""
-    if loss is None:
-        return None
-    total = torch.as_tensor(loss).detach().clone()
+    """The mean of a closure's loss over the ranks, without a graph; what is no number or tensor is given back."""
+    if not isinstance(loss, (int, float, torch.Tensor)):
+        return loss
+    total = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(total)
-    total /= dist.get_world_size()
-    return total if isinstance(loss, torch.Tensor) else float(total)
+    mean = total / dist.get_world_size()
+    return mean if isinstance(loss, torch.Tensor) else float(mean)
 
 
 def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -231,24 +235,26 @@ class Replica:
     """One build of DDP's reducer over a fixed list of trainable tensors."""
 
     def __init__(
-        self, trainable: list[torch.Tensor], sparse: set[int], slots: list[Slot], ddp: Mapping[str, Any]
+        self,
+        trainable: list[torch.Tensor],
+        sparse: set[int],
+        slots: list[Slot],
+        known: Known,
+        ddp: Mapping[str, Any],
     ) -> None:
         self.trainable = trainable
         self._sparse = sparse
         """Ids of those whose gradients are sparse."""
         last = trainable[-1]  # the tail is like it, unless buffers want more precision: then it shares its bucket
-        self._buffers = BufferSync(slots, last.dtype, last.device)
+        self._buffers = BufferSync(slots, known, last.dtype, last.device)
         size = 1 + len(trainable) + self._buffers.size
         self._tail = nn.Parameter(torch.zeros(size, dtype=self._buffers.dtype, device=last.device))
         self._fired: set[int] = set()
         self._unset: list[int] = []
-        self._must_rebuild = False
+        self.must_rebuild = False
+        """True, on all ranks alike, when the buffers are no longer those that it was built for."""
         self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp)
         self._hooks = [t.register_post_accumulate_grad_hook(_adder(self._fired, i)) for i, t in enumerate(trainable)]
-
-    def is_stale(self) -> bool:
-        """True when the buffers are no longer those that it was built for."""
-        return self._must_rebuild or self._buffers.is_stale()
 
     def arm(self, stop_asked: bool, is_late: bool) -> None:
         """Before backward: the reducer listens, or, when it is to be late, will do so at the end."""
@@ -293,7 +299,7 @@ class Replica:
             if not used[i]:
                 self.trainable[i].grad = None
         if self._buffers.size:
-            self._must_rebuild = self._buffers.settle(tail[num_flags:])
+            self.must_rebuild = self._buffers.settle(tail[num_flags:])
         return bool(stop)
 
     def close(self) -> None:

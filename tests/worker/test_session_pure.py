@@ -165,6 +165,18 @@ def test_checkpoint_of_another_rank_is_not_written() -> None:
     assert message.checkpoint == NOT_WRITTEN
 
 
+def steps_of(*reports: dict[str, object]) -> list[int]:
+    return [message.step for message in sent(*reports)]  # type: ignore[attr-defined]
+
+
+def test_steps_are_counted_by_name() -> None:
+    loss, both, test = {"metrics": {"loss": 1}}, {"metrics": {"loss": 1, "val": 2}}, {"metrics": {"test": 3}}
+    assert steps_of(loss, loss, both, loss, both) == [0, 1, 2, 3, 4]
+    assert steps_of(loss, loss, loss, test) == [0, 1, 2, 2]  # the final number belongs to the last step
+    assert steps_of(test, loss, test, loss) == [0, 0, 1, 1]
+    assert steps_of({"metrics": {"loss": 1}, "step": 7}, loss, test) == [7, 8, 8]
+
+
 def test_refused_report_sends_nothing() -> None:
     messages: list[Message] = []
     before = enter(Session(Context(), messages.append, lambda: False))

@@ -510,6 +510,92 @@ def test_a_normaliser_without_parameters_is_kept_equal():
     assert torch.equal(values[0], values[1])
 
 
+class Rotary(Plain):
+    """Holds a table that grows with what a rank happens to see."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x, step):
+        needed = 3 + step % (2 + distsdk.context().rank)
+        if self.table.numel() < needed:
+            self.table = torch.arange(needed, dtype=torch.float64)
+        return super().forward(x, step)
+
+
+class Counting(Plain):
+    """Counts its steps in a buffer, equally on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, step):
+        self.count += 1
+        return super().forward(x, step)
+
+
+@pytest.mark.parametrize("make_model", [Rotary, Counting])
+def test_buffers_that_are_not_statistics(make_model):
+    value, other = on(2, programs.train)(make_model).values
+    assert torch.equal(value["weights"], other["weights"])
+    if make_model is Counting:
+        assert float(value["buffers"]["count"]) == float(other["buffers"]["count"]) == 24
+
+
+def test_layers_of_torch_made_inside_the_training_loop():
+    def train():
+        layers = []
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+            layers.append(nn.MultiheadAttention(FEATURES, 2).double())
+            hidden = layers[-1](x, x, x)[0]
+            F.mse_loss(hidden[:, :TARGETS], y).backward()
+        return torch.cat([flat(layer) for layer in layers])
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_closures_of_any_form():
+    class Odd(torch.optim.SGD):
+        def step(self, *, closure=None):
+            closure()
+            return super().step()
+
+    def train():
+        model = Plain()
+        optimizer, other = Odd(model.parameters(), lr=0.1), optimizer_of(model)
+        for x, y, _ in DataLoader(dataset(), batch_size=8):
+
+            def closure(kind, x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x, 0), y)
+                loss.backward()
+                return kind(loss)
+
+            for kind in (lambda loss: loss, float, lambda loss: 1, lambda loss: (loss, 2), lambda loss: None):
+                optimizer.step(closure=lambda kind=kind: closure(kind))
+                other.step(lambda kind=kind: closure(kind))
+        return flat(model)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+
+
+def test_looking_at_gradients_in_evaluation_is_no_training(capsys):
+    def train():
+        model = Plain()
+        train_passed_in(model, DataLoader(dataset(), batch_size=8))
+        model.eval()
+        for x, _, _ in DataLoader(dataset(), batch_size=8):
+            x.requires_grad_()
+            model(x, 0).sum().backward()
+
+    on(2, train)()
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_a_length_asked_for_before_training_is_that_of_training():
     def train():
         model = Plain().eval()  # as pretrained models come
