@@ -36,7 +36,7 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        values = [Summary.Value(tag=_as_utf8(tag), simple_value=value) for tag, value in metrics.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _write(self, event: Any) -> None:
@@ -60,6 +60,10 @@ class TensorBoardTracker:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _as_utf8(tag: str) -> str:
+    return tag.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(tag: str, content: Mapping[str, Any]) -> Any:

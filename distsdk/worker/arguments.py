@@ -4,6 +4,8 @@ shipping, in the worker."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,10 +50,15 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Everything that a call hands over: the arguments, and the object that a bound method belongs to."""
-    owner = getattr(fn, "__self__", None)
+    """Everything that a call hands over: the arguments, those of partials, and the object that a bound method belongs
+    to or that is called itself."""
+    values: list[Any] = [args, dict(kwargs)]
+    while isinstance(fn, functools.partial):
+        values += [fn.args, fn.keywords]
+        fn = fn.func
+    owner = getattr(fn, "__self__", None if isinstance(fn, types.FunctionType) else fn)
     attributes = list(vars(owner).values()) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module) else []
-    return [args, dict(kwargs), owner, attributes]
+    return [*values, owner, attributes]
 
 
 def load_states(things: list[Any], states: list[dict[str, Any]]) -> list[str]:

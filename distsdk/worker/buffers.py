@@ -51,18 +51,27 @@ class Slot:
 
 @dataclass
 class Known:
-    """What all ranks have learned about buffers, kept from one build to the next."""
+    """What all ranks have learned about buffers, kept from one build to the next; with their owners, so that no other
+    owner gets the same id."""
 
-    moving: set[Key] = field(default_factory=set)
+    moving: dict[Key, object] = field(default_factory=dict)
     """Changed after they were only watched."""
-    left_alone: set[Key] = field(default_factory=set)
+    left_alone: dict[Key, object] = field(default_factory=dict)
     """Of different sizes on different ranks."""
+
+    def forget_others(self, slots: list[Slot]) -> None:
+        """Drop what is no buffer of a model any more."""
+        current = {slot.id for slot in slots}
+        for known in (self.moving, self.left_alone):
+            for key in known.keys() - current:
+                del known[key]
 
 
 class BufferSync:
     """The buffers of one build of the reducer. Building it is collective; later only a change of a watched one is."""
 
     def __init__(self, slots: list[Slot], known: Known, dtype: torch.dtype, device: torch.device) -> None:
+        known.forget_others(slots)
         slots = [slot for slot in slots if slot.id not in known.left_alone]
         self._known, self._device = known, device
         self.dtype = dtype
@@ -83,7 +92,8 @@ class BufferSync:
         if not all(_agree([float(len(slots))], self._device)):
             return []  # not even as many: whatever this program is, its buffers are its own
         equal = _agree([float(slot.size()) for slot in slots], self._device) if slots else []
-        self._known.left_alone |= {slot.id for slot, is_equal in zip(slots, equal, strict=True) if not is_equal}
+        unequal = [slot for slot, is_equal in zip(slots, equal, strict=True) if not is_equal]
+        self._known.left_alone.update((slot.id, slot.owner) for slot in unequal)
         return [slot for slot, is_equal in zip(slots, equal, strict=True) if is_equal and slot.size() >= 0]
 
     def _agreed_active(self, slots: list[Slot]) -> set[Key]:
@@ -127,10 +137,10 @@ class BufferSync:
         slots = [*self._active, *self._watched]
         means, delta = incoming.split([len(slots), self._base.numel()])
         flags = [mean * dist.get_world_size() for mean in means.tolist()]
-        resized = {slot.id for slot, flag in zip(slots, flags, strict=True) if flag >= RESIZED / 2}
+        resized = [slot for slot, flag in zip(slots, flags, strict=True) if flag >= RESIZED / 2]
         changed = [slot for slot, flag in zip(slots, flags, strict=True) if 0 < flag < RESIZED / 2]
-        self._known.left_alone |= resized
-        self._known.moving |= {slot.id for slot in changed}
+        self._known.left_alone.update((slot.id, slot.owner) for slot in resized)
+        self._known.moving.update((slot.id, slot.owner) for slot in changed)
         with torch.no_grad():
             if not resized:
                 self._base = self._base + delta

@@ -152,8 +152,10 @@ class Discovery:
 
     def _is_used(self, root: nn.Module, held_ids: set[int]) -> bool:
         """False for a copy of a model that nobody trains (an average, the best so far), or what is made around one."""
-        is_held = any(id(p) in held_ids or p.grad is not None for p in root.parameters())
-        return is_held or not any(module in self._copies for module in root.modules())
+        if any(id(p) in held_ids or p.grad is not None for p in root.parameters()):
+            return True
+        parts = list(root.children())
+        return root not in self._copies and not (len(parts) == 1 and parts[0] in self._copies)
 
     def named_roots(self) -> list[tuple[str, nn.Module]]:
         """Models with a prefix for the names of their tensors: "" when there is one, else ``Class[number].``."""

@@ -102,7 +102,8 @@ class Equipment:
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters; from the first step on also buffers, which the first forward changed on each rank by itself."""
-        slots = self.discovery.buffers() if self.verifier.step else []
+        left_alone = self.synchroniser.known_buffers.left_alone
+        slots = [slot for slot in self.discovery.buffers() if slot.id not in left_alone] if self.verifier.step else []
         buffers = [(f"buffer {slot.name}", tensor) for slot in slots if (tensor := slot.tensor()) is not None]
         return [*self.discovery.named_parameters(), *buffers]
 

@@ -149,7 +149,8 @@ class Share:
         self._progress_at_start = self._sharding.progress()
         if self._is_whole:
             self._mode = self._mode or "evaluation"
-            return iter(self.sampler)
+            with self._sharding.noise.suspended():  # a shuffle must be the same on all ranks, also in mid-training
+                return iter(list(self.sampler) if hasattr(self.sampler, "__len__") else self.sampler)
         self._mode = "training"
         self._sharding.on_training_loop()
         self._sharding.noise.close(self._window)

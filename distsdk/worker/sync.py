@@ -67,7 +67,7 @@ class Synchroniser:
         self._watched: list[torch.Tensor] = []
         self._signature: list[Any] = []
         self._replica: Replica | None = None
-        self._known_buffers = Known()
+        self.known_buffers = Known()
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Synchroniser:
         if trainable and self.world_size > 1:
             with self.discovery.ignoring():
                 self._replica = Replica(
-                    trainable, self.discovery.sparse(), self.discovery.buffers(), self._known_buffers, self._ddp
+                    trainable, self.discovery.sparse(), self.discovery.buffers(), self.known_buffers, self._ddp
                 )
 
     def _forget_replica(self) -> None:

@@ -1,6 +1,7 @@
 """An unmodified training function on several workers: what it computes."""
 
 import copy
+import functools
 import itertools
 import random
 
@@ -594,6 +595,59 @@ def test_looking_at_gradients_in_evaluation_is_no_training(capsys):
 
     on(2, train)()
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_shuffled_evaluation_in_the_middle_of_training():
+    def train():
+        model, orders = Plain(), []
+        optimizer = optimizer_of(model)
+        evaluation = DataLoader(dataset(30), batch_size=8, shuffle=True)
+        for x, y, _ in DataLoader(dataset(), batch_size=16):
+            optimizer.zero_grad()
+            F.mse_loss(model(x, 0), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                orders.append(torch.cat([index for _, _, index in evaluation]))
+        return torch.stack(orders)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0][0], values[0][1])
+
+
+class Trainer:
+    def __init__(self):
+        self.model = Plain()
+
+    def __call__(self, loader):
+        train_passed_in(self.model, loader)
+
+
+@pytest.mark.parametrize("form", ["partial", "callable object", "bound method"])
+def test_models_come_back_from_any_callable(form):
+    trainer, loader = Trainer(), DataLoader(dataset(), batch_size=8)
+    before = flat(trainer.model)
+    if form == "partial":
+        on(2, functools.partial(train_passed_in, trainer.model))(loader)
+    else:
+        on(2, trainer if form == "callable object" else trainer.__call__)(loader)
+    assert not torch.equal(flat(trainer.model), before)
+
+
+def test_a_model_whose_layers_are_copies_is_verified():
+    def train():
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0).double()
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for x, _, _ in DataLoader(dataset(), batch_size=8):
+            model(x[:, :4]).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+        return flat(model)
+
+    values = on(2, train)().values
+    assert torch.equal(values[0], values[1])
 
 
 def test_a_length_asked_for_before_training_is_that_of_training():
