@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from distsdk.driver.history import Row
 from distsdk.driver.report_html import result_html
 from distsdk.driver.shipping import dump_call
-from distsdk.errors import CheckpointError
+from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.commit import committed_file, read_json, write_json
 from distsdk.storage.folder import RunFolder
 from distsdk.wire.memory import padded
@@ -124,6 +125,22 @@ class Result(Generic[R]):
         """The last checkpoint (`Checkpoint`), or None."""
         checkpoints = self.checkpoints
         return checkpoints[-1] if checkpoints else None
+
+    def best_checkpoint(self, key: str, mode: str = "min") -> Any:
+        """The checkpoint (`Checkpoint`) of the step where metric `key` was lowest, or highest with mode="max".
+
+        Of equals the later one, and nan comes last.
+
+        Raises CheckpointError when no checkpoint has a step with that metric, and UsageError for another mode.
+        """
+        if mode not in ("min", "max"):
+            raise UsageError(f"best_checkpoint(mode={mode!r}): give 'min' or 'max'.")
+        values = dict(self.history.column(key))
+        found = [(values[checkpoint.step], checkpoint) for checkpoint in self.checkpoints if checkpoint.step in values]
+        if not found:
+            raise CheckpointError(f"no checkpoint of the run in {self.path} was reported at a step that has {key!r}.")
+        sign = 1.0 if mode == "max" else -1.0
+        return max(reversed(found), key=lambda pair: -math.inf if math.isnan(pair[0]) else sign * pair[0])[1]
 
     def load_into(self, model: M, key: str = "model") -> M:
         """Load the last checkpoint's state of `key` into `model`, in place; returns the model.

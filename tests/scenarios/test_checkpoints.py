@@ -48,6 +48,22 @@ def test_the_same_step_again_replaces():
     assert [path.name for path in result.checkpoint.path.parent.iterdir()] == ["step-000003"]
 
 
+def test_the_best_checkpoint():
+    def train():
+        for step, loss in enumerate([3.0, 1.0, math.nan, 1.0, 2.0]):
+            distsdk.report({"loss": loss}, checkpoint={"step": step})
+        distsdk.report({"other": 1.0}, step=9)
+
+    result = WORKERS(train)()
+    assert result.best_checkpoint("loss").step == 3
+    assert result.best_checkpoint("loss", "max").step == 0
+    assert distsdk.Result.load(result.path).best_checkpoint("loss").load() == {"step": 3}
+    with pytest.raises(CheckpointError, match="'other'"):
+        result.best_checkpoint("other")
+    with pytest.raises(distsdk.UsageError, match="'lowest'"):
+        result.best_checkpoint("loss", "lowest")
+
+
 def test_a_damaged_checkpoint_is_refused():
     result = WORKERS(train)(nn.Linear(2, 1), [0], [0])
     with (result.checkpoint.path / "state.pt").open("ab") as file:
