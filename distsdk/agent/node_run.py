@@ -24,7 +24,7 @@ from distsdk.wire.messages import (
     Release,
     Started,
     Stop,
-)  # fmt: skip
+)
 
 EXIT_GRACE_S = 5.0
 """A released worker whose exit functions take longer is killed."""

@@ -26,10 +26,6 @@ class Comparison:
         del self._by_step[message.step]
         return _differences(message.step, by_rank)
 
-    def unfinished(self) -> bool:
-        """True when, at the end, some ranks trained and others did not."""
-        return -1 in self._by_step
-
 
 def _differences(step: int, by_rank: dict[int, Mapping[str, int]]) -> list[str]:
     first = by_rank[0]

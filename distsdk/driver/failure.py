@@ -14,7 +14,7 @@ from distsdk.errors import (
     DivergenceError,
     RemoteTraceback,
     WorkerDied,
-)  # fmt: skip
+)
 from distsdk.wire.messages import Died, Outcome, Raised, Returned, Stopped
 from distsdk.wire.pickling import at_home, unpack
 

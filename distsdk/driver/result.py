@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -219,10 +219,6 @@ class Result(Generic[R]):
 
     def _repr_html_(self) -> str:
         return result_html(self)
-
-    def without_error(self) -> Result[R]:
-        """A copy that does not refer to the exception (which refers to the result)."""
-        return replace(self, error=None)
 
 
 def _save_values(folder: RunFolder, values: list[Any]) -> None:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.driver.call import Call, run_record, worker_specs
 from distsdk.driver.comparison import BUFFER, Comparison
@@ -29,7 +31,7 @@ from distsdk.driver.group import (
     TellUser,
     Verdict,
     WorkerGroup,
-)  # fmt: skip
+)
 from distsdk.driver.history import exact_sum
 from distsdk.driver.logs import Logs
 from distsdk.driver.recorder import Recorder
@@ -38,6 +40,7 @@ from distsdk.errors import ShipError
 from distsdk.wire.channel import ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
+    PROTOCOL,
     Ended,
     Fingerprinted,
     Launch,
@@ -51,7 +54,7 @@ from distsdk.wire.messages import (
     Returned,
     Started,
     Stop,
-)  # fmt: skip
+)
 from distsdk.wire.pickling import at_home, unpack
 
 
@@ -134,6 +137,11 @@ class Run:
     def _looked_at(self, message: Message, descriptors: list[int]) -> Message:
         """Keep what the Result needs of a message that the group decides on."""
         if isinstance(message, Ready):
+            if message.protocol != PROTOCOL:
+                problem = (
+                    f"the agent speaks protocol {message.protocol}, and this is {PROTOCOL}: use one distsdk version"
+                )
+                message = msgspec.structs.replace(message, problem=problem)
             self._host = message.node.host
             self.status = "running"
         elif isinstance(message, Started):

@@ -63,11 +63,6 @@ class RunFolder:
         """Everything that a rank wrote to stdout and stderr."""
         return self.path / "logs" / f"rank-{rank}.log"
 
-    def checkpoint_names(self) -> list[str]:
-        """Committed checkpoints, oldest step first."""
-        names = (path.name for path in self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else ()
-        return sorted(names, key=lambda name: (len(name), name))
-
 
 def checkpoint_name(step: int) -> str:
     """``step-000120``: sorts by step up to 999,999 and beyond by length."""

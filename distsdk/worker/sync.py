@@ -34,8 +34,6 @@ from distsdk.worker.buffers import BufferSync, Known, Slot
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
 
-Named = list[tuple[str, torch.Tensor]]
-
 
 class Synchroniser:
     """Averages gradients and buffers of all models over the ranks, in every backward."""

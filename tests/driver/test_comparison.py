@@ -50,12 +50,3 @@ def test_steps_are_compared_by_themselves_and_in_any_order() -> None:
     assert comparison.add(Fingerprinted(0, 1, 1, {"a": 1})) == []
     assert comparison.add(Fingerprinted(0, 0, 1, {"a": 1})) == []
     assert len(comparison.add(Fingerprinted(0, 0, 2, {"a": 6}))) == 1
-
-
-def test_unfinished() -> None:
-    comparison = Comparison(2)
-    assert not comparison.unfinished()
-    comparison.add(Fingerprinted(0, 0, -1, {}))
-    assert comparison.unfinished()
-    comparison.add(Fingerprinted(0, 1, -1, {}))
-    assert not comparison.unfinished()

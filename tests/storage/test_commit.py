@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distsdk.storage.commit import committed_file, committed_folder, read_json, write_json
-from distsdk.storage.folder import RunFolder, checkpoint_name, create_run_folder, new_run_id, safe_name
+from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id, safe_name
 
 
 class Crash(Exception):
@@ -146,16 +146,6 @@ def test_layout(tmp_path: Path) -> None:
         "tensorboard",
         "logs/rank-3.log",
     ]
-
-
-def test_checkpoints_in_order_of_steps(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.checkpoint_names() == []
-    steps = [120, 3, 999_999, 1_000_000, 2_000_000]
-    for step in steps:
-        (folder.checkpoints / checkpoint_name(step)).mkdir(parents=True)
-    (folder.checkpoints / ".step-000004.1.tmp").mkdir()
-    assert folder.checkpoint_names() == [checkpoint_name(step) for step in sorted(steps)]
 
 
 def test_second_run_in_a_folder_is_refused() -> None:
