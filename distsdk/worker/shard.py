@@ -125,7 +125,7 @@ class Share:
         self.own_distributed = _distributed_sampler(sampler)
         """The DistributedSampler that the user put in: then the loader is shared out already."""
         self._sharding = sharding
-        self._epoch = 0
+        self._epoch = self._own_epoch = 0
         self._first_epoch = 0
         """A loader that is made anew for each epoch goes on where the one before stopped."""
         self._mode = ""
@@ -171,12 +171,14 @@ class Share:
         return not self.own_distributed and (not torch.is_grad_enabled() or self._sharding.is_evaluating())
 
     def _set_epoch(self) -> None:
-        """Let the shuffle differ per epoch, unless the user's own code already did."""
-        sampler = self.own_distributed or getattr(self._part, "sampler", self._part)
-        if isinstance(sampler, DistributedSampler) and (
-            not self.own_distributed or sampler.epoch == self._first_epoch + self._epoch - 1
-        ):
-            sampler.set_epoch(self._first_epoch + self._epoch)
+        """Let the shuffle differ per epoch; a sampler of the user's own only if its epoch is as we left it."""
+        own, ours = self.own_distributed, getattr(self._part, "sampler", self._part)
+        if own is not None:
+            if self._epoch and own.epoch == self._own_epoch:
+                own.set_epoch(own.epoch + 1)
+            self._own_epoch = own.epoch
+        elif isinstance(ours, DistributedSampler):
+            ours.set_epoch(self._first_epoch + self._epoch)
         self._epoch += 1
         self._sharding.num_loops += 1
 
