@@ -183,9 +183,22 @@ def _unimportable_by_value() -> Iterator[list[types.ModuleType]]:
 
 def user_modules() -> tuple[list[types.ModuleType], list[types.ModuleType]]:
     """The loaded modules that are neither installed nor standard: those importable by name, and those not."""
-    modules = [module for name, module in list(sys.modules.items()) if _is_users(name, module)]
+    modules = [module for name, module in list(sys.modules.items()) if not _is_known_other(name, module)]
     importable = [module for module in modules if is_importable(module)]
     return importable, [module for module in modules if module not in importable]
+
+
+_others: dict[str, int] = {}
+"""Loaded modules that are not the user's, by name, with the object's id: there are thousands, and they stay."""
+
+
+def _is_known_other(name: str, module: Any) -> bool:
+    if _others.get(name) == id(module):
+        return True
+    if _is_users(name, module):
+        return False
+    _others[name] = id(module)
+    return True
 
 
 def _is_users(name: str, module: Any) -> bool:
