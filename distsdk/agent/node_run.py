@@ -17,6 +17,7 @@ from distsdk.wire.messages import (
     Died,
     Ended,
     Exited,
+    Failed,
     Launch,
     Message,
     Outcome,
@@ -40,6 +41,7 @@ class _Worker:
     pipes: dict[int, str]
     """Read end to stream name."""
     pid: int = 0
+    is_started: bool = False
     has_outcome: bool = False
     is_gone: bool = False
     kill_asked: bool = False
@@ -71,7 +73,12 @@ class NodeRun:
 
     def _on_command(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Launch):
-            self._launch(message, descriptors)
+            try:
+                self._launch(message, descriptors)
+            except OSError as error:  # out of descriptors or processes: other runs on this agent go on
+                self.kill()
+                self.tell(Failed(message.attempt, f"{type(error).__name__}: {error}"))
+                self._drop_unstarted()
         elif isinstance(message, Stop):
             self._stop(message)
         elif isinstance(message, Release):
@@ -100,6 +107,14 @@ class NodeRun:
         ours.send(Assign(spec, launch.payload), attached)
         descriptors = [theirs.detach(), out_write, err_write]
         self._starter.start(descriptors, spec.env, partial(self._on_pid, worker), partial(self._on_gone, worker))
+        worker.is_started = True
+
+    def _drop_unstarted(self) -> None:
+        """Nobody will report the end of a worker that was never started."""
+        for worker in self._workers:
+            if not worker.is_started:
+                worker.is_gone = True
+                self._release(worker)
 
     def _on_pid(self, worker: _Worker, pid: int) -> None:
         worker.pid = pid
@@ -164,11 +179,14 @@ class NodeRun:
         if not worker.has_outcome:
             self.tell(Ended(spec.attempt, spec.place.rank, _died(status)))
         self.tell(Exited(spec.attempt, spec.place.rank))
+        self._release(worker)
+        self._end_if_over()
+
+    def _release(self, worker: _Worker) -> None:
         for pipe in list(worker.pipes):
             self._close_pipe(worker, pipe)
         self._loop.unwatch(worker.channel)
         worker.channel.close()
-        self._end_if_over()
 
     def _stop(self, stop: Stop) -> None:
         if stop.grace_s <= 0:

@@ -197,7 +197,9 @@ class WorkerGroup:
         return [Finish()] if self.verdict and len(self.exited) == self.num_ranks else []
 
     def _on_failed(self, event: Failed) -> list[Command]:
-        return self._end(Verdict("not_started", detail=event.reason))
+        """Not every rank was started, so not every rank will end: the agent kills the others when the run is closed."""
+        self.verdict = self.verdict or Verdict("not_started", detail=event.reason)
+        return [StopWorkers(0), Finish()]
 
     def _on_stop_requested(self, event: StopRequested) -> list[Command]:
         if self.verdict and event.grace_s > 0:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -198,3 +199,17 @@ def test_a_run_folder_tells_how_the_run_went(tmp_path):
     assert (record["workers"], record["seed"]) == (2, result.seed)
     assert "s3" not in (tmp_path / "run" / "run.json").read_text()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"
+
+
+def test_an_agent_out_of_descriptors_says_so_and_serves_on():
+    call = distributed(workers=2, gpu=False)(lambda: distsdk.context().rank)
+    call()
+    (agent,) = distsdk.pool()
+    before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir(f"/proc/{agent}/fd"))
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, (num_open + 7, before[1]))
+    with pytest.raises(distsdk.AgentStartError, match="Too many open files"):
+        call()
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
+    assert call().values == [0, 1]
+    assert distsdk.pool() == [agent]
