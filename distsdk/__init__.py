@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from distsdk.worker.checkpoint import Checkpoint as Checkpoint
     from distsdk.worker.context import Context as Context
     from distsdk.worker.context import context as context
+    from distsdk.worker.explicit import all_reduce as all_reduce
+    from distsdk.worker.explicit import barrier as barrier
+    from distsdk.worker.explicit import broadcast as broadcast
+    from distsdk.worker.explicit import ddp as ddp
+    from distsdk.worker.explicit import gather as gather
+    from distsdk.worker.explicit import main_first as main_first
+    from distsdk.worker.explicit import no_sync as no_sync
+    from distsdk.worker.explicit import prepare as prepare
+    from distsdk.worker.explicit import weight as weight
     from distsdk.worker.session import report as report
 
 __version__ = "0.1.0"
@@ -51,6 +60,9 @@ _HOMES = {
     "distsdk.backends.local": ("pool", "cool"),
     "distsdk.spec": ("Options",),
     "distsdk.worker.session": ("report",),
+    "distsdk.worker.explicit": (
+        "prepare", "ddp", "no_sync", "weight", "gather", "all_reduce", "broadcast", "barrier", "main_first",
+    ),
     "distsdk.worker.context": ("context", "Context"),
     "distsdk.worker.checkpoint": ("Checkpoint",),
     "distsdk.errors": (

@@ -11,6 +11,11 @@ from distsdk.errors import UsageError
 
 LOG_CHOICES = ("rank0", "all", "none")
 START_CHOICES = ("auto", "fork", "exec")
+BATCH_CHOICES = ("per_worker", "global")
+LOSS_REDUCTION_CHOICES = ("mean", "sum")
+DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "comm_hook", "gradient_as_bucket_view"})
+COMM_HOOKS = ("fp16_compress", "bf16_compress", "powerSGD")
+"""How gradients are compressed on their way; names as in torch.distributed.algorithms.ddp_comm_hooks."""
 
 
 class OptionDict(TypedDict, total=False):
@@ -20,6 +25,9 @@ class OptionDict(TypedDict, total=False):
     gpu: bool | str
     backend: Any
     wrap: bool
+    batch: str
+    sync_batchnorm: bool | None
+    loss_reduction: str
     ddp: Mapping[str, Any]
     seed: int | None
     timeout: float | None
@@ -46,8 +54,18 @@ class Options:
     """Who gives us nodes: a name, or a Backend instance."""
     wrap: bool = True
     """Synchronise models and shard loaders without a code change."""
+    batch: str = "per_worker"
+    """"per_worker": a loader's batch size is each worker's, as DistributedSampler means it: equal to one process at
+    batch size B x N when lengths divide. "global": the loader's own batches are split over the workers: equal to one
+    process at batch size B, any lengths."""
+    sync_batchnorm: bool | None = None
+    """Normalise over the batches of all workers in training; None: with batch="global" only."""
+    loss_reduction: str = "mean"
+    """"mean": losses are means over the samples of a batch, gradients are averaged over the workers; "sum": losses are
+    summed over them, and so are gradients."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments for DistributedDataParallel: bucket_cap_mb, gradient_as_bucket_view."""
+    """Arguments for DistributedDataParallel: bucket_cap_mb (MB), gradient_as_bucket_view, and comm_hook, one of
+    "fp16_compress", "bf16_compress", "powerSGD"."""
     seed: int | None = None
     """Seed of the run, 0 to 2**63 - 1; None: drawn, and recorded in the Result."""
     timeout: float | None = None
@@ -72,6 +90,8 @@ class Options:
         _check(isinstance(self.ddp, Mapping), "ddp", self.ddp, "a mapping of DistributedDataParallel arguments")
         unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
         _check(not unknown, "ddp", dict(self.ddp), f"a mapping with keys out of {sorted(DDP_ARGUMENTS)}")
+        hook = self.ddp.get("comm_hook", COMM_HOOKS[0])
+        _check(hook in COMM_HOOKS, "ddp", dict(self.ddp), f"as comm_hook one of {COMM_HOOKS}")
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1"
         )
@@ -79,8 +99,10 @@ class Options:
         positive = self.timeout is None or (is_number and self.timeout > 0)
         _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
-        _check(self.start in START_CHOICES, "start", self.start, f"one of {START_CHOICES}")
-        _check(self.logs in LOG_CHOICES, "logs", self.logs, f"one of {LOG_CHOICES}")
+        _check(self.sync_batchnorm in (None, True, False), "sync_batchnorm", self.sync_batchnorm, "True, False or None")
+        for option, choices in _CHOICES.items():
+            value = getattr(self, option)
+            _check(isinstance(value, str) and value in choices, option, value, f"one of {choices}")
         for path_or_name in ("run_dir", "name"):
             value = getattr(self, path_or_name)
             _check(value is None or isinstance(value, str), path_or_name, value, "a str or None")
@@ -92,7 +114,9 @@ class Options:
         return replace(self, **normalised(changes))
 
 
-DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "gradient_as_bucket_view"})
+_CHOICES = {
+    "start": START_CHOICES, "logs": LOG_CHOICES, "batch": BATCH_CHOICES, "loss_reduction": LOSS_REDUCTION_CHOICES,
+}  # fmt: skip
 OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
@@ -156,6 +180,28 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Training:
+    """How models and loaders of a run take part; the options of the same names."""
+
+    wrap: bool = True
+    batch: str = "per_worker"
+    sync_batchnorm: bool = False
+    loss_reduction: str = "mean"
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_global(self) -> bool:
+        """True when a loader's own batches are split over the workers."""
+        return self.batch == "global"
+
+
+def training_of(options: Options) -> Training:
+    """What `options` say about it, with the default of `sync_batchnorm` decided."""
+    sync = options.batch == "global" if options.sync_batchnorm is None else options.sync_batchnorm
+    return Training(options.wrap, options.batch, sync, options.loss_reduction, dict(options.ddp))
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """All that one worker needs to know before it loads the user's function."""
 
@@ -164,7 +210,7 @@ class WorkerSpec:
     run_id: str
     run_dir: str
     seed: int
-    wrap: bool
+    training: Training
     device: str
     """"cpu", or "cuda": one GPU is visible to each worker, so it is always the first."""
     store_port: int
@@ -179,4 +225,3 @@ class WorkerSpec:
     """``__file__`` of the driver's ``__main__``, for classes and loader processes that look it up; None: none."""
     main_name: str | None
     """Module name of the driver's ``__main__`` when started with ``python -m``."""
-    ddp: dict[str, Any] = field(default_factory=dict)

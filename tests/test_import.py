@@ -30,12 +30,21 @@ PUBLIC = [
     "StopTraining",
     "UsageError",
     "WorkerDied",
+    "all_reduce",
+    "barrier",
+    "broadcast",
     "context",
     "cool",
+    "ddp",
     "distributed",
+    "gather",
     "last_result",
+    "main_first",
+    "no_sync",
     "pool",
+    "prepare",
     "report",
+    "weight",
 ]
 HEAVY = {"torch", "numpy", "cloudpickle", "tensorboard", "multiprocess", "pandas", "IPython"}
 

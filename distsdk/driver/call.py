@@ -18,7 +18,7 @@ from distsdk.backends.registry import backend_for
 from distsdk.driver.shipping import name_of, ship
 from distsdk.driver.topology import choose_workers, num_threads, places
 from distsdk.errors import UsageError
-from distsdk.spec import NodeInfo, Options, WorkerSpec
+from distsdk.spec import NodeInfo, Options, WorkerSpec, training_of
 from distsdk.storage.commit import write_json
 from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
 from distsdk.trackers.base import check_trackers
@@ -148,7 +148,7 @@ def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
             run_id=call.run_id,
             run_dir=str(call.folder.path),
             seed=call.seed,
-            wrap=call.options.wrap,
+            training=training_of(call.options),
             device=call.plan.device,
             store_port=0,
             num_threads=num_threads(cpus, place.local_world_size, call.plan.env.get("OMP_NUM_THREADS")),
@@ -158,7 +158,6 @@ def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
             argv=list(sys.argv),
             main_file=_existing(getattr(main, "__file__", None)),
             main_name=getattr(main_spec, "name", None),
-            ddp=dict(call.options.ddp),
         )
         for place in places([call.plan.num_workers])[0]
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distsdk.wire.messages import Fingerprinted
+from distsdk.wire.messages import DATA, Fingerprinted
 
 BUFFER = "buffer "
 """Names of buffers start with this. A forward pass changes them, so they may differ between two backwards."""
@@ -36,6 +36,8 @@ def _differences(step: int, by_rank: dict[int, Mapping[str, int]]) -> list[str]:
         if by_rank[rank].keys() != first.keys():
             odd = sorted(by_rank[rank].keys() ^ first.keys())[0]
             return [f"{when}, ranks 0 and {rank} do not have the same tensors: {odd!r} is on one of them only."]
+    if DATA in first and any(by_rank[rank] != first for rank in by_rank):
+        return [f"'{DATA}'"]
     names = sorted(first, key=lambda name: name.startswith(BUFFER))
     different = [(name, [rank for rank in sorted(by_rank) if by_rank[rank][name] != first[name]]) for name in names]
     return [_sentence(name, ranks, when) for name, ranks in different if ranks]

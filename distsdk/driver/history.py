@@ -76,12 +76,12 @@ class History:
         self._first_time = now_s if self._first_time is None else self._first_time
         step = self._steps.setdefault(report.step, {})
         self._settled.discard(report.step)
-        for name, value in report.metrics.items():
+        for name, value in report.metrics.items() if report.weight else ():  # nothing counts of an empty slice
             cell = step.setdefault(name, _Cell(report.reduce.get(name, "mean")))
             cell.values.append((report.rank, value, report.weight))
             if name not in self._latest or self._latest[name][0] <= report.step:
                 self._latest[name] = (report.step, cell)
-        self.last_by_rank.setdefault(report.rank, {}).update(report.metrics)
+        self.last_by_rank.setdefault(report.rank, {}).update(report.metrics if report.weight else {})
         self._last_step[report.rank] = max(report.step, self._last_step.get(report.rank, 0))
 
     def finish_rank(self, rank: int) -> None:

@@ -13,7 +13,7 @@ from distsdk.driver.display import display_for
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
 from distsdk.driver.run import attach_result, mean_of_mappings
-from distsdk.spec import Options
+from distsdk.spec import Options, training_of
 from distsdk.storage.commit import write_json
 from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
@@ -62,8 +62,9 @@ def _called(
         elif isinstance(message, Noted):
             recorder.on_noted(message)
 
-    equipment = Equipment(Context(run_id=run_id, run_dir=str(folder.path)), seed, options.ddp, on_message)
-    with equipment.in_place(options.wrap):
+    context = Context(run_id=run_id, run_dir=str(folder.path))
+    equipment = Equipment(context, seed, training_of(options), on_message)
+    with equipment.in_place():
         for model in modules_in(*values_of(fn, args, kwargs), variables_of(fn)):  # they were made before we watched
             for part in model.modules():
                 equipment.discovery.remember(part)

@@ -14,7 +14,7 @@ from distsdk.spec import OPTION_NAMES, Options, check_names, normalised
 
 ENV_PREFIX = "DISTSDK_"
 _NOT_FROM_ENV = ("env", "ddp")
-_TEXTS = ("name", "run_dir", "backend", "start", "logs")
+_TEXTS = ("name", "run_dir", "backend", "start", "logs", "batch", "loss_reduction")
 
 
 def resolve(given: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> Options:

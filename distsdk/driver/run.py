@@ -40,6 +40,7 @@ from distsdk.errors import ShipError
 from distsdk.wire.channel import ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
+    DATA_STEP,
     PROTOCOL,
     Ended,
     Fingerprinted,
@@ -56,6 +57,12 @@ from distsdk.wire.messages import (
     Stop,
 )
 from distsdk.wire.pickling import at_home, unpack
+
+_OTHER_DATA = (
+    "the data of a loader differs between ranks before it is shared out, so samples are lost or used twice: the "
+    "dataset divides itself by rank, or shuffles by random numbers of its own. If it divides itself, say so: "
+    "distsdk.prepare(loader, shard=False). If it shuffles, seed it the same on all ranks."
+)
 
 
 class Run:
@@ -167,6 +174,9 @@ class Run:
 
     def _compare(self, message: Fingerprinted) -> None:
         for sentence in self._comparison.add(message):
+            if message.step < DATA_STEP:
+                self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", _OTHER_DATA))
+                return
             if not sentence.startswith((f"'{BUFFER}", f'"{BUFFER}')):
                 self._feed(Diverged(f"the replicas have diverged: {sentence}{_hint(message.step)}"))
                 return

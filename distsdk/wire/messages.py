@@ -9,7 +9,9 @@ import msgspec
 from distsdk.spec import NodeInfo, WorkerSpec
 
 NOT_WRITTEN = "-"
-PROTOCOL = 1
+DATA, DATA_STEP = "data", -1
+"""Name and step of fingerprints of data: the first loader has step -2, the next -3, and so on."""
+PROTOCOL = 2
 """Version of this file; a peer that announces another one is refused."""
 
 
@@ -142,7 +144,8 @@ class Reported(Message, frozen=True):
 
 
 class Fingerprinted(Message, frozen=True):
-    """What one rank's replica looks like after an optimizer step; step -1: at the end."""
+    """What one rank's replica looks like after an optimizer step; step -1: at the end; below: what its data looks
+    like."""
 
     attempt: int
     rank: int

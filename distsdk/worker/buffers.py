@@ -118,14 +118,16 @@ class BufferSync:
         parts: tuple[torch.Tensor, ...] = values.split([slot.size() for slot in slots])
         return parts
 
-    def outgoing(self) -> torch.Tensor:
-        """For the tail: a flag for each buffer, then this rank's additions to the active ones."""
+    def outgoing(self, factor: float) -> torch.Tensor:
+        """For the tail: a flag for each buffer, then this rank's additions to the active ones, `factor` times."""
         flags = [RESIZED * self._is_resized(slot) for slot in self._active]
         for slot, stamp in zip(self._watched, self._stamps, strict=True):
             flags.append(RESIZED if self._is_resized(slot) else CHANGED * (slot.stamp() != stamp))
         additions = (
             self._base * 0 if any(map(self._is_resized, self._active)) else self._flat(self._active) - self._base
         )
+        if factor != 1:  # zero is written: what stands in for an empty slice may have added anything
+            additions = additions * factor if factor else torch.zeros_like(additions)
         return torch.cat([torch.tensor(flags, dtype=self.dtype, device=self._device), additions])
 
     def _is_resized(self, slot: Slot) -> bool:

@@ -61,9 +61,19 @@ _OUTSIDE = Context()
 _current: Context | None = None
 
 
+_times_asked = 0
+
+
 def context() -> Context:
     """The context of this worker; outside a worker, rank 0 of a world of one."""
+    global _times_asked
+    _times_asked += 1
     return _current or _OUTSIDE
+
+
+def times_asked() -> int:
+    """How often the user's code in this process has asked for its context, or torch for its rank."""
+    return _times_asked
 
 
 def is_inside() -> bool:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.worker.buffers import Slot
+from distsdk.worker.foreign import is_foreign, is_sharded, is_sharded_by_fsdp
 from distsdk.worker.replacing import replaced
 
 T = TypeVar("T")
@@ -102,32 +102,48 @@ class Discovery:
         """Take `module` into account."""
         self._modules.add(module)
 
+    def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take `optimizer` into account."""
+        self._on_optimizer(optimizer)
+
     def roots(self) -> list[nn.Module]:
         """Models: the modules that are part of no other module, in order of creation."""
         modules = list(self._modules)
         parts = {id(part) for module in modules for part in module._modules.values() if part is not None}
         return [module for module in modules if id(module) not in parts]
 
+    def foreign(self) -> set[int]:
+        """Ids of modules and parameters that something else synchronises or shards: all below the user's own
+        DistributedDataParallel or FSDP, and what is sharded otherwise."""
+        found: set[int] = set()
+        for module in self._modules:
+            if is_foreign(module):
+                found.update(map(id, module.modules()))
+                found.update(map(id, module.parameters()))
+        is_fsdp = bool(found) and any(map(is_sharded_by_fsdp, self._modules))
+        for tensor in self._optimizer_parameters():
+            if is_fsdp or is_sharded(tensor):
+                found.add(id(tensor))
+        return found
+
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """What may be trained: parameters of models and whatever optimizers hold, each once, frozen ones too.
 
-        Copies that the function made (a moving average of the model) count only once an optimizer holds them; a model
-        inside the user's own DistributedDataParallel is synchronised there and not here.
+        Copies that the function made (a moving average of the model) count only once an optimizer holds them; what
+        is `foreign` does not.
         """
         held = self._optimizer_parameters()
         held_ids = {id(parameter) for parameter in held}
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        own_ddp: set[int] = set()
+        left = self.foreign()
         for prefix, root in self.named_roots():
-            if isinstance(root, DistributedDataParallel):
-                own_ddp.update(id(parameter) for parameter in root.parameters())
             is_used = self._is_used(root, held_ids)
             for name, parameter in root.named_parameters():
                 if is_used or id(parameter) in held_ids:
                     found.setdefault(id(parameter), (prefix + name, parameter))
         for number, tensor in enumerate(held):
             found.setdefault(id(tensor), (f"optimizer parameter {number}", tensor))
-        return [pair for key, pair in found.items() if key not in own_ddp]
+        return [pair for key, pair in found.items() if key not in left]
 
     def sparse(self) -> set[int]:
         """Ids of the parameters whose gradients are sparse."""
@@ -139,11 +155,12 @@ class Discovery:
         found: dict[tuple[int, str], Slot] = {}
         held_ids = {id(parameter) for parameter in self._optimizer_parameters()}
         prefixes = {id(root): prefix for prefix, root in self.named_roots()}
+        left = self.foreign()
         for number, root in enumerate(self.roots()):  # also those without parameters: a normaliser of inputs
             prefix = prefixes.get(id(root), f"{type(root).__name__}[{number}].")
-            if self._is_used(root, held_ids) and not isinstance(root, DistributedDataParallel):
+            if self._is_used(root, held_ids):
                 for path, module in root.named_modules():
-                    for key, buffer in module._buffers.items():
+                    for key, buffer in [] if id(module) in left else module._buffers.items():
                         if buffer is not None and buffer.is_floating_point():
                             name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
                             slot = Slot(name, module._buffers, key, isinstance(module, _NormBase))

@@ -13,17 +13,20 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distsdk.wire.messages import Fingerprinted, Message, Reported
+from distsdk.spec import Training
+from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
 from distsdk.worker import context as contexts
 from distsdk.worker import session as sessions
 from distsdk.worker.arguments import modules_in, values_of
+from distsdk.worker.batchnorm import BatchStatistics
 from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.losses import loss_problem
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
-from distsdk.worker.sync import Synchroniser, mean_over_ranks
+from distsdk.worker.sync import Synchroniser
 from distsdk.worker.verify import FINAL_STEP, Verifier
 
 _SAME_DATA = (
@@ -31,43 +34,107 @@ _SAME_DATA = (
     "part by distsdk.context().rank. Read the data through a torch DataLoader to have it shared out."
 )
 
+Agree = Callable[[str, Any], Any]
+
+
+def _own(_key: str, value: Any) -> Any:
+    """In a world of one, everybody agrees."""
+    return value
+
+
+_current: Equipment | None = None
+
+
+def current() -> Equipment | None:
+    """The equipment of this worker; None outside of one."""
+    return _current
+
+
+def enter(equipment: Equipment | None) -> Equipment | None:
+    """Make `equipment` the current one; returns the one before."""
+    global _current
+    before, _current = _current, equipment
+    return before
+
 
 class Equipment:
     """One rank's session, discovery, synchroniser, verifier and sharding."""
 
-    def __init__(self, context: Context, seed: int, ddp: Mapping[str, Any], send: Callable[[Message], None]):
-        self.context = context
+    def __init__(
+        self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own
+    ) -> None:
+        self.context, self.training = context, training
         self.send = send
         self.discovery = Discovery()
-        self.session = Session(context, send, lambda: self.synchroniser.stop_agreed)
+        self.session = Session(context, send, lambda: self.synchroniser.stop_agreed, self.weight_of_report)
+        self.sharding = Sharding(
+            context, seed, training.is_global,
+            self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
+            self.session.note, self._keep_models, agreed, self._send_data_digest,
+        )  # fmt: skip
         self.synchroniser = Synchroniser(
-            self.discovery, context.world_size, ddp, self._on_first_backward, self.session.note
+            self.discovery, self.sharding.weights, context.world_size, training.ddp, training.loss_reduction == "sum",
+            lambda: self.verifier.step, self._on_first_backward, self._inspect_loss, self.session.note,
+        )  # fmt: skip
+        self.batch_statistics = BatchStatistics(
+            lambda: self.sharding.noise.is_open, self.sharding.weights.is_stand_in, lambda: self.synchroniser.share
         )
         self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
-        self.sharding = Sharding(
-            context.rank, context.world_size, seed, context.device,
-            self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
-            self.session.note, self._keep_models,
-        )  # fmt: skip
         self._models: list[nn.Module] = []
         """Those of the last training loop, kept so that they can still be compared when the function has returned."""
+        self._num_data_digests = 0
+        self._stack: ExitStack | None = None
+        self._is_installed = False
 
     @contextmanager
-    def in_place(self, wrap: bool) -> Iterator[None]:
-        """Within it, the user's function can run. With wrap=False models and loaders are left alone."""
-        with ExitStack() as stack:
+    def in_place(self) -> Iterator[None]:
+        """Within it, the user's function can run. With wrap=False models and loaders are left alone, until some are
+        given to ``prepare``."""
+        with ExitStack() as self._stack:
             for module, current in ((contexts, self.context), (sessions, self.session)):
-                stack.callback(module.enter, module.enter(current))
+                self._stack.callback(module.enter, module.enter(current))
+            self._stack.callback(enter, enter(self))
             if self.context.world_size > 1:
-                stack.enter_context(courtesies())
-            if wrap:
-                stack.enter_context(self.discovery.watching())
-                stack.enter_context(self.synchroniser.around_backward())
-                stack.enter_context(self.sharding.of_all_loaders())
-                stack.enter_context(self.sharding.noise.kept_from_weights())
-                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+                self._stack.enter_context(courtesies())
+            if self.training.wrap:
+                self._stack.enter_context(self.discovery.watching())
+                self.install()
             yield
+
+    def install(self) -> None:
+        """From now on, what is known takes part."""
+        if self._is_installed or self._stack is None:
+            return
+        self._is_installed = True
+        self.sharding.is_automatic = self.training.wrap
+        for part in (
+            self.synchroniser.around_backward(), self.sharding.of_all_loaders(),
+            self.sharding.noise.kept_from_weights(),
+        ):  # fmt: skip
+            self._stack.enter_context(part)
+        if self.training.sync_batchnorm and self.context.world_size > 1:
+            self._stack.enter_context(self.batch_statistics.synchronised())
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def weight_of_report(self) -> float:
+        """What a report counts that gives no weight: the samples of this rank's slice of the batch, if it has one."""
+        weight = self.sharding.weights.latest
+        return 1.0 if weight is None else float(weight.count)
+
+    def _inspect_loss(self, root: torch.Tensor) -> None:
+        if self.synchroniser.given_weight is None and not self.discovery.foreign():
+            size, reduction = self.sharding.weights.latest_size, self.training.loss_reduction
+            if problem := loss_problem(root, reduction, size, self.context.world_size):
+                self.session.note("warning", problem)
+
+    def _send_data_digest(self, digest: int | None) -> None:
+        """What identifies the data of a loader, to be compared over the ranks."""
+        if digest is not None:
+            self._num_data_digests += 1
+            self.send(Fingerprinted(
+                self.context.attempt, self.context.rank, DATA_STEP - self._num_data_digests, {DATA: digest}
+            ))  # fmt: skip
 
     def _keep_models(self) -> None:
         self._models = self.discovery.roots()
@@ -83,16 +150,23 @@ class Equipment:
                 'with model.to("cuda"), or pass them as arguments.'
             ))  # fmt: skip
 
-    def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer that is given a closure decides on the loss it returns: on the mean over the ranks, so that all
         decide alike."""
         if self.context.world_size == 1:
             return None
-        if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": lambda: mean_over_ranks(closure())}
-        if len(args) > 1 and callable(first := args[1]):  # args[0] is the optimizer
-            return (args[0], lambda: mean_over_ranks(first()), *args[2:]), kwargs
-        return None
+        mean, named = self.synchroniser.mean, kwargs.get("closure")
+        closure = named or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        self.synchroniser.before_step(optimizer, callable(closure))
+        if not callable(closure) or self._is_foreign(optimizer):
+            return None
+        if named:
+            return args, {**kwargs, "closure": lambda: mean(closure())}
+        return (args[0], lambda: mean(closure()), *args[2:]), kwargs
+
+    def _is_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
+        left = self.discovery.foreign()
+        return bool(left) and all(id(p) in left for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1
@@ -114,7 +188,7 @@ class Equipment:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
-            if self.synchroniser.num_backwards and not (self.sharding.num_loops or self.sharding.has_streams):
+            if self.synchroniser.num_backwards and not (self.sharding.num_loops or self.sharding.has_foreign):
                 self.session.note("warning", _SAME_DATA)
         self.save_models()
 

@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import importlib.machinery
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -152,8 +153,9 @@ class Worker:
         self.channel = channel
         self.pid = os.getpid()
         self.released = threading.Event()
-        self.equipment = Equipment(context_of(spec), spec.seed, spec.ddp, channel.send)
+        self.equipment = Equipment(context_of(spec), spec.seed, spec.training, channel.send, self._agreed)
         self._shipped: dict[int, Any] = {}
+        self._store: Any = None
 
     def listen(self) -> None:
         """The control thread. Without the agent, this process and all it started end at once."""
@@ -166,6 +168,14 @@ class Worker:
                         self.released.set()
         except ChannelClosed:
             os.killpg(0, signal.SIGKILL)
+
+    def _agreed(self, key: str, value: Any) -> Any:
+        """Rank 0's value under this key, on all ranks, without a collective: the others wait for it in the store."""
+        name = f"distsdk/{key}"
+        if self.equipment.context.is_main:
+            self._store.set(name, pickle.dumps(value))
+            return value
+        return pickle.loads(self._store.get(name))
 
     def outcome_of(self, payload: Parcel, descriptors: list[int]) -> tuple[Outcome, list[int]]:
         """Load and call the function; whatever happens is an outcome, with the descriptors to attach to it."""
@@ -184,8 +194,8 @@ class Worker:
         spec, equipment = self.spec, self.equipment
         check_torch(spec)
         seed_everything(spec.seed)
-        join_group(spec, descriptors)
-        with equipment.in_place(spec.wrap):
+        self._store = join_group(spec, descriptors)
+        with equipment.in_place():
             fn, args, kwargs = self._loaded(payload, descriptors)
             handed = values_of(fn, args, kwargs)
             if spec.device == "cuda":
@@ -238,7 +248,7 @@ class Worker:
 
 def check_torch(spec: WorkerSpec) -> None:
     """Raise UsageError when this torch lacks what synchronising needs."""
-    if spec.wrap and installed_torch_problem():
+    if spec.training.wrap and installed_torch_problem():
         raise UsageError(installed_torch_problem())
 
 
@@ -248,9 +258,9 @@ def installed_torch_problem() -> str:
     return seams_problem(torch.__version__, missing_seams())
 
 
-def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
+def join_group(spec: WorkerSpec, descriptors: list[int]) -> Any:
     """The default process group: a store on the loopback address, whose socket the agent has bound already (it is the
-    last of rank 0's descriptors)."""
+    last of rank 0's descriptors). Gives the store."""
     place = spec.place
     listener = descriptors.pop() if place.rank == 0 else None
     if place.world_size == 1 and listener is not None:
@@ -265,6 +275,7 @@ def join_group(spec: WorkerSpec, descriptors: list[int]) -> None:
         torch.cuda.set_device(0)
     pg_backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     dist.init_process_group(pg_backend, store=store, rank=place.rank, world_size=place.world_size)
+    return store
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def kept_streams() -> Iterator[None]:
 class Noise:
     """Swaps this rank's own stream in while at least one training loop is open, and the common one back after.
 
-    The rank's seed is drawn from the common stream, so a ``torch.manual_seed`` of the user keeps its meaning.
+    The rank's seed follows from that of the common stream, so a ``torch.manual_seed`` of the user keeps its meaning; it
+    is not drawn from it, so that shuffles come as in one process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -81,12 +82,16 @@ class Noise:
         self._num_opened = 0
         self._common: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """True while a training loop is open."""
+        return bool(self._open)
+
     def open(self) -> int:
         """A training loop begins; returns its token."""
         if not self._open:
-            drawn = int(torch.randint(2**62, ()))
             self._common = torch_streams()
-            torch.manual_seed(mixed_seed(drawn, self._rank))
+            torch.manual_seed(mixed_seed(torch.initial_seed() + _MIX * self._num_opened + 1, self._rank))
         self._num_opened += 1
         self._open.add(self._num_opened)
         return self._num_opened
@@ -136,21 +141,40 @@ class Noise:
         return initialise_in_common
 
 
-class DataStream:
-    """The random streams that samplers draw from: equal on all ranks whatever the ranks compute in between."""
+class HostStreams:
+    """Python's and numpy's streams as samplers see them: as the function left them when the first sampler drew (or when
+    it seeded them last), and apart from then on. What a rank draws for its own samples does not shift the order."""
 
-    def __init__(self, seed: int) -> None:
-        with kept_streams():
-            seed_everything(seed)
-            self._states = all_streams()
+    def __init__(self) -> None:
+        self._states: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, a seed given by the user counts for samplers too."""
+        with replaced(random, "seed", self._noticed(random.seed)):
+            with replaced(np.random, "seed", self._noticed(np.random.seed)):
+                yield
+
+    def _noticed(self, seed: Any) -> Any:
+        @functools.wraps(seed)
+        def seed_samplers_too(*args: Any, **kwargs: Any) -> Any:
+            self._states = None
+            return seed(*args, **kwargs)
+
+        return seed_samplers_too
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, the default generators of Python, numpy and torch are these streams."""
-        before = all_streams()
-        set_all_streams(self._states)
+        """Within it, Python's and numpy's default generators are these streams."""
+        before = random.getstate(), np.random.get_state()
+        _set_host_streams(self._states or before)
         try:
             yield
         finally:
-            self._states = all_streams()
-            set_all_streams(before)
+            self._states = random.getstate(), np.random.get_state()
+            _set_host_streams(before)
+
+
+def _set_host_streams(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])

@@ -23,6 +23,8 @@ class Session:
     send: Callable[[Message], None]
     is_stopping: Callable[[], bool]
     """True when all ranks stop here."""
+    default_weight: Callable[[], float] = lambda: 1.0
+    """What a report counts that gives no weight."""
     pid: int = field(default_factory=os.getpid)
     """The process it belongs to: in a forked child of it (a loader process) reporting is as it is outside."""
     latest_step: int = 0
@@ -66,7 +68,7 @@ def report(
     metrics: Mapping[str, Any],
     *,
     step: int | None = None,
-    weight: float = 1,
+    weight: float | None = None,
     reduce: str | Mapping[str, str] = "mean",
     checkpoint: Mapping[str, Any] | None = None,
 ) -> None:
@@ -80,7 +82,9 @@ def report(
             empty when there is a checkpoint.
         step: number of the step, 0 or more; None: counted on each rank from 0, one more than in its last report of
             one of these names, but not before its latest step.
-        weight: how much this rank's values count in a mean, for instance its number of samples; above 0.
+        weight: how much this rank's values count in a mean, for instance its number of samples; above 0. None: 1, or
+            with batch="global" the number of samples in this rank's slice of the batch that it got last (a rank whose
+            slice is empty does not count).
         reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
             the highest rank); one for all or by name.
         checkpoint: name to what is saved: objects with ``state_dict`` (model, optimizer, ...) or plain values. Rank 0
@@ -93,7 +97,7 @@ def report(
     numbers = _numbers(metrics)
     folds = _folds(reduce, numbers)
     _check_step(step)
-    if not isinstance(weight, (int, float)) or not weight > 0 or not math.isfinite(weight):
+    if weight is not None and (not isinstance(weight, (int, float)) or not weight > 0 or not math.isfinite(weight)):
         raise UsageError(f"report(weight={weight!r}): give a number above 0, for instance the count of samples.")
     if checkpoint is not None and not isinstance(checkpoint, Mapping):
         raise UsageError(
@@ -107,14 +111,15 @@ def _send_report(
     session: Session,
     numbers: dict[str, float],
     step: int | None,
-    weight: float,
+    weight: float | None,
     folds: dict[str, str],
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
     at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
-    session.send(Reported(context.attempt, context.rank, at, numbers, float(weight), folds, name))
+    counts = session.default_weight() if weight is None else float(weight)
+    session.send(Reported(context.attempt, context.rank, at, numbers, counts, folds, name))
     session.leave_if_stopping()
 
 

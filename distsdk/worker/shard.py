@@ -1,57 +1,37 @@
-"""Loaders shared out over the ranks, with DistributedSampler's semantics, whatever built them.
+"""Loaders shared out over the ranks, whatever built them.
 
 DataLoader (and every subclass) takes the indices of its batches from one property, ``_index_sampler``; a Share stands
-in for it. At the start of each iteration the Share decides: training (this rank's part, the same number of steps on all
-ranks) or evaluation (everything, on every rank).
+in for it. What is delivered is put on the worker's device and tied to its weight.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
-from torch.utils.data.distributed import DistributedSampler
 
-from distsdk.errors import UsageError
+from distsdk.worker.context import Context
 from distsdk.worker.devices import moved
-from distsdk.worker.randomness import DataStream, Noise
+from distsdk.worker.foreign import is_read_by_accelerate, is_shared_out
+from distsdk.worker.randomness import HostStreams, Noise, mixed_seed
 from distsdk.worker.replacing import replaced
+from distsdk.worker.share import EVALUATION, TRAINING, Reading, Share, distributed_sampler_in, user_line
+from distsdk.worker.stream_share import StreamShare
+from distsdk.worker.streams import Fetched, digest_of_dataset, fetching
+from distsdk.worker.weights import BatchWeights, Weight
 
 
-def strided(stream: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
-    """Every `world_size`-th item from `rank` on; the last round is filled up with the first items, as
-    DistributedSampler pads, so that all ranks get the same number.
+@dataclass(frozen=True)
+class Rule:
+    """What the user said about one loader."""
 
-    Raises UsageError when the stream has fewer items than there are ranks.
-    """
-    head: list[Any] = []
-    items = iter(stream)
-    while round_ := list(itertools.islice(items, world_size)):
-        head = head or round_
-        if len(head) < world_size:
-            raise UsageError(_too_few(len(head), world_size))
-        yield (round_ + head)[rank]
-
-
-def _too_few(count: int, world_size: int) -> str:
-    return (
-        f"a training loader with {count} item(s) cannot be shared out over {world_size} workers: "
-        f"use at most {max(count, 1)} worker(s), or wrap=False."
-    )
-
-
-_WHOLE_STREAM = (
-    "a loader over an IterableDataset is read whole by every worker: the workers train on the same data unless the "
-    "dataset itself divides it by distsdk.context().rank."
-)
+    shard: bool = True
+    exact: bool = False
 
 
 class Sharding:
@@ -59,235 +39,166 @@ class Sharding:
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        context: Context,
         seed: int,
-        device: str,
+        is_global: bool,
         is_evaluating: Callable[[], bool],
         progress: Callable[[], tuple[int, int]],
         note: Callable[[str, str], None],
         on_training_loop: Callable[[], None],
+        agreed: Callable[[str, Any], Any],
+        on_digest: Callable[[int | None], None],
     ) -> None:
-        self.on_training_loop = on_training_loop
-        self.rank, self.world_size, self.seed, self.device = rank, world_size, seed, device
+        self.rank, self.world_size, self.device, self.seed = context.rank, context.world_size, context.device, seed
+        self.is_global = is_global
         self.is_evaluating, self.progress, self.note = is_evaluating, progress, note
-        self.stream = DataStream(seed)
-        self.noise = Noise(rank)
-        self.has_streams = False
+        self.on_training_loop, self._agreed, self.on_digest = on_training_loop, agreed, on_digest
+        self.noise = Noise(context.rank)
+        self.host_streams = HostStreams()
+        self.weights = BatchWeights()
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
-        self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share] = weakref.WeakKeyDictionary()
+        self.has_foreign = False
+        """True when a loader was met that something else shares out."""
+        self.is_automatic = True
+        """False: only loaders with a rule are touched."""
+        self.rules: weakref.WeakKeyDictionary[DataLoader[Any], Rule] = weakref.WeakKeyDictionary()
+        self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share | StreamShare] = weakref.WeakKeyDictionary()
+        self._num_shares = 0
 
     @contextmanager
     def of_all_loaders(self) -> Iterator[None]:
         """Within it, every DataLoader is shared out, and its batches are on the worker's device."""
         sampler_of = vars(DataLoader)["_index_sampler"].fget
-        next_of = loaders._BaseDataLoaderIter.__next__
+        length_of = DataLoader.__len__
+        iterator = loaders._BaseDataLoaderIter
+        begin, next_of = iterator.__init__, iterator.__next__
 
-        def index_sampler(loader: DataLoader[Any]) -> Any:
-            return self._share_of(loader, sampler_of(loader))
+        def begin_in_common(new: Any, loader: DataLoader[Any]) -> None:
+            with self.noise.suspended():
+                begin(new, loader)
+            self._on_begun(new)
 
-        def next_batch(iterator: Any) -> Any:
-            try:
-                batch = next_of(iterator)
-            except StopIteration:
-                if isinstance(iterator._index_sampler, Share):
-                    iterator._index_sampler.on_exhausted()
-                raise
-            if isinstance(iterator._index_sampler, Share):
-                iterator._index_sampler.hold(iterator)
-            return batch if self.device == "cpu" else moved(batch, self.device)
-
-        with (
-            replaced(DataLoader, "_index_sampler", property(index_sampler)),
-            replaced(loaders._BaseDataLoaderIter, "__next__", next_batch),
-        ):
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (DataLoader, "_index_sampler", property(lambda loader: self.share_of(loader, sampler_of(loader)))),
+                (DataLoader, "__len__", lambda loader: self._length(loader, length_of)),
+                (iterator, "__init__", begin_in_common),
+                (iterator, "__next__", lambda reader: self._next(reader, next_of)),
+            ):
+                stack.enter_context(replaced(owner, name, value))
+            if self.world_size > 1:
+                stack.enter_context(fetching())
+                stack.enter_context(self.host_streams.watching())
             yield
 
-    def _share_of(self, loader: DataLoader[Any], sampler: Any) -> Any:
-        if self.world_size == 1:
-            return sampler
-        if isinstance(getattr(sampler, "sampler", sampler), loaders._InfiniteConstantSampler):
-            self.has_streams = True
-            self.note("warning", _WHOLE_STREAM)
+    def share_of(self, loader: DataLoader[Any], sampler: Any) -> Any:
+        """What `loader` takes its indices from."""
+        rule = self.rules.get(loader)
+        if self.world_size == 1 or not (rule.shard if rule else self.is_automatic):
             return sampler
         share = self._shares.get(loader)
-        if share is None or share.sampler is not sampler:
-            share = self._shares[loader] = Share(sampler, self)
+        if share is not None and share.sampler is sampler:
+            return share
+        own = distributed_sampler_in(sampler) is not None
+        is_stream = isinstance(getattr(sampler, "sampler", sampler), loaders._InfiniteConstantSampler)
+        if is_read_by_accelerate() or not (own or is_stream or not is_shared_out(sampler, loader.dataset)):
+            self.has_foreign = True
+            return sampler
+        share = self._shares[loader] = self._new_share(loader, sampler, is_stream)
         return share
 
+    def _new_share(self, loader: DataLoader[Any], sampler: Any, is_stream: bool) -> Share | StreamShare:
+        self._num_shares += 1
+        if is_stream:
+            return StreamShare(loader, sampler, self)
+        rule = self.rules.get(loader, Rule())
+        digest = digest_of_dataset(loader.dataset)
+        return Share(sampler, self, loader._auto_collation, rule.exact, self._num_shares, digest)
 
-class Share:
-    """Stands in for the index sampler of one loader."""
+    def _length(self, loader: DataLoader[Any], length_of: Any) -> int:
+        """Loaders over an IterableDataset take their length from the dataset, not from the index sampler."""
+        share = loader._index_sampler
+        return share.length(length_of(loader)) if isinstance(share, StreamShare) else length_of(loader)
 
-    def __init__(self, sampler: Any, sharding: Sharding) -> None:
-        self.sampler = sampler
-        self.own_distributed = _distributed_sampler(sampler)
-        """The DistributedSampler that the user put in: then the loader is shared out already."""
-        self._sharding = sharding
-        self._epoch = self._own_epoch = 0
-        self._first_epoch = 0
-        """A loader that is made anew for each epoch goes on where the one before stopped."""
-        self._mode = ""
-        self._progress_at_start = (0, 0)
-        """Backwards and optimizer steps there had been."""
-        self._window = self._held = 0
-        self._is_whole = False
-        self._part = sampler if self.own_distributed else self._training_part()
+    def _on_begun(self, iterator: Any) -> None:
+        """A loader's iterator was made. Its loader processes draw their noise from a seed: one for each rank."""
+        reading = _reading_of(iterator)
+        if reading is not None and reading.mode == TRAINING and not isinstance(iterator._index_sampler, StreamShare):
+            iterator._base_seed = mixed_seed(iterator._base_seed, self.rank)
 
-    def _training_part(self) -> Any:
-        """This rank's part of the sampler; set_epoch is done at each iteration."""
-        s = self._sharding
-        if type(self.sampler) is BatchSampler:
-            inner = self.sampler.sampler
-            part = _distributed(inner, s) or Strided(inner, s)
-            return BatchSampler(part, self.sampler.batch_size, self.sampler.drop_last)
-        return _distributed(self.sampler, s) or Strided(self.sampler, s)
+    def _next(self, iterator: Any, next_of: Any) -> Any:
+        reading = _reading_of(iterator)
+        if reading is None:
+            batch = next_of(iterator)
+            return batch if self.device == "cpu" else moved(batch, self.device)
+        if reading.mode == TRAINING and not reading.window:
+            self._open(reading, iterator)
+        try:
+            batch = self._fetched(iterator, next_of)
+        except StopIteration:
+            self._on_exhausted(reading, iterator._index_sampler)
+            raise
+        weight = reading.slices.popleft() if reading.slices else None
+        if isinstance(batch, Fetched):
+            batch, weight = self._received(batch)
+        batch = batch if self.device == "cpu" else moved(batch, self.device)
+        self.weights.deliver(batch, weight, reading.mode == TRAINING)
+        return batch
 
-    def __iter__(self) -> Iterator[Any]:
-        self._is_whole = self._is_evaluating()
-        self._progress_at_start = self._sharding.progress()
-        if self._is_whole:
-            self._mode = self._mode or "evaluation"
-            with self._sharding.noise.suspended():  # a shuffle must be the same on all ranks, also in mid-training
-                return iter(list(self.sampler) if hasattr(self.sampler, "__len__") else self.sampler)
-        self._mode = "training"
-        self._sharding.on_training_loop()
-        self._sharding.noise.close(self._window)
-        self._window = self._sharding.noise.open()
-        self._tell_batch()
-        if not self._epoch:
-            self._first_epoch = self._sharding.num_loops
-        self._set_epoch()
-        return iter(self._part)
+    def _open(self, reading: Reading, iterator: Any) -> None:
+        """A training loop begins; one that is left early ends when its iterator is freed."""
+        self.noise.close(reading.before)
+        reading.window = self.noise.open()
+        if hasattr(iterator, "_in_order"):  # weights are counted off in order
+            iterator._in_order = True
+        weakref.finalize(iterator, self.noise.close, reading.window)
 
-    def __len__(self) -> int:
-        """Of an iteration of the kind that the loader was used for; before the first one, of a training iteration (that
-        is when schedulers ask), unless gradients are off."""
-        whole = self._mode == "evaluation" or not torch.is_grad_enabled()
-        return len(self.sampler if whole else self._part)
+    def _fetched(self, iterator: Any, next_of: Any) -> Any:
+        """The next batch. A stream that is read in this process draws from the common streams, as on all ranks."""
+        if isinstance(iterator._index_sampler, StreamShare) and not iterator._num_workers:
+            with self.drawing():
+                return next_of(iterator)
+        return next_of(iterator)
 
-    def _is_evaluating(self) -> bool:
-        return not self.own_distributed and (not torch.is_grad_enabled() or self._sharding.is_evaluating())
+    def _received(self, fetched: Fetched) -> tuple[Any, Weight | None]:
+        if fetched.digest is not None:
+            self.on_digest(fetched.digest)
+        weight = Weight(fetched.count, fetched.total, self.world_size) if fetched.total else None
+        return fetched.batch, weight
 
-    def _set_epoch(self) -> None:
-        """Let the shuffle differ per epoch; a sampler of the user's own only if its epoch is as we left it."""
-        own, ours = self.own_distributed, getattr(self._part, "sampler", self._part)
-        if own is not None:
-            if self._epoch and own.epoch == self._own_epoch:
-                own.set_epoch(own.epoch + 1)
-            self._own_epoch = own.epoch
-        elif isinstance(ours, DistributedSampler):
-            ours.set_epoch(self._first_epoch + self._epoch)
-        self._epoch += 1
-        self._sharding.num_loops += 1
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Within it, random numbers of Python, numpy and torch are those that all ranks have in common."""
+        with self.noise.suspended(), self.host_streams.active():
+            yield
 
-    def _tell_batch(self) -> None:
-        s = self._sharding
-        if self._epoch or self.own_distributed:
-            return
-        if isinstance(self._part, BatchSampler):
-            size = self._part.batch_size
-            s.note("info", f"global batch {size * s.world_size} = {size} per worker x {s.world_size} workers")
-        self._check_length()
+    def agreed_order(self, order: list[Any], key: str) -> list[Any]:
+        """Rank 0's, on all ranks: what was drawn from random numbers of the user's own may differ."""
+        agreed: list[Any] = self._agreed(key, order)
+        return agreed
 
-    def _check_length(self) -> None:
-        """Too few samples are an error; padding an unshuffled loader is told with its count."""
-        inner = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
-        if not isinstance(inner, Sized):
-            return
-        s, count = self._sharding, len(inner)
-        if count < s.world_size:
-            raise UsageError(_too_few(count, s.world_size))
-        padding = -count % s.world_size
-        drops = type(self.sampler) is BatchSampler and self.sampler.drop_last
-        if padding and isinstance(inner, SequentialSampler) and not drops:
-            s.note("warning", (
-                f"{count} samples do not divide by {s.world_size} workers: {padding} sample(s) are used twice per "
-                "epoch of an unshuffled training loader. Use drop_last=True, or a divisible length, to avoid it."
-            ))  # fmt: skip
-
-    def hold(self, iterator: Any) -> None:
-        """A loop that is left early ends when its iterator is freed."""
-        if self._held != self._window:
-            self._held = self._window
-            weakref.finalize(iterator, self._sharding.noise.close, self._window)
-
-    def on_exhausted(self) -> None:
+    def _on_exhausted(self, reading: Reading, share: Share | StreamShare) -> None:
         """The loop is over. If nothing was trained in it, the loader was probably not meant for training."""
-        s = self._sharding
-        s.noise.close(self._window)
-        now, before = s.progress(), self._progress_at_start
-        if self._is_whole and now[1] > before[1]:
-            s.note("warning", (
+        self.noise.close(reading.window)
+        now, before = self.progress(), reading.progress_at_start
+        if reading.mode == EVALUATION and now[1] > before[1]:
+            self.note("warning", (
                 f"the loader read at {user_line()} was read whole by every worker, since all models were in eval mode, "
                 "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "
                 "BatchNorm, put only those modules into eval mode."
             ))  # fmt: skip
-        if not self._is_whole and not self.own_distributed and now[0] == before[0]:
-            s.note("warning", (
+        if reading.mode == TRAINING and not share.own_distributed and now[0] == before[0]:
+            self.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
                 "backward ran: each worker saw its part only. Read evaluation data under torch.no_grad(), or with the "
                 "model in eval mode, to see all of it on every worker."
             ))  # fmt: skip
 
 
-class Strided:
-    """This rank's strided part of any sampler or batch sampler, drawn from the common data stream."""
-
-    def __init__(self, sampler: Any, sharding: Sharding) -> None:
-        self._sampler: Any = sampler
-        self._sharding = sharding
-
-    def __iter__(self) -> Iterator[Any]:
-        s = self._sharding
-        return strided(self._drawn(), s.rank, s.world_size)
-
-    def _drawn(self) -> Iterable[Any]:
-        """The sampler's own sequence. A finite one is drawn at once, so that the streams are swapped once."""
-        stream = self._sharding.stream
-        with stream.active():
-            if hasattr(self._sampler, "__len__"):
-                return list(self._sampler)
-            items = iter(self._sampler)
-        return _drawn_one_by_one(items, stream)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self._sampler) / self._sharding.world_size)
-
-
-def _drawn_one_by_one(items: Iterator[Any], stream: DataStream) -> Iterator[Any]:
-    end = object()
-    while True:
-        with stream.active():
-            item = next(items, end)
-        if item is end:
-            return
-        yield item
-
-
-def _distributed(sampler: Any, sharding: Sharding) -> DistributedSampler[Any] | None:
-    """The DistributedSampler that a plain sequential or shuffled loader stands for, else None."""
-    shuffled = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-    if shuffled and sampler._num_samples is not None:
+def _reading_of(iterator: Any) -> Reading | None:
+    share = iterator._index_sampler
+    if not isinstance(share, (Share, StreamShare)):
         return None
-    if shuffled or type(sampler) is SequentialSampler:
-        return DistributedSampler(
-            sampler.data_source, sharding.world_size, sharding.rank, shuffle=shuffled, seed=sharding.seed
-        )
-    return None
-
-
-def _distributed_sampler(sampler: Any) -> DistributedSampler[Any] | None:
-    for candidate in (sampler, getattr(sampler, "sampler", None)):
-        if isinstance(candidate, DistributedSampler):
-            return candidate
-    return None
-
-
-def user_line() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "distsdk"):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    own = iterator._sampler_iter
+    return own if isinstance(own, Reading) else share.reading

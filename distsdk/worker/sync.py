@@ -6,33 +6,31 @@
       close:  an engine callback at its end marks what did not fire, and the tail, as ready
       settle: gradients used on no rank go back to None; buffers and flags come out of the tail
 
-The tail is one more parameter, so it rides in DDP's last bucket: no collective of its own. It carries whether each
-parameter was used, floating-point buffers (BatchNorm statistics), and the request to stop. Forward is not touched, so
-custom methods, functional use of parameters, several models and reentrant checkpointing need nothing special.
-Averaging after every backward is right for accumulated gradients too: what is in ``.grad`` from before is equal on all
-ranks, and an average does not change it.
+Forward is not touched, so custom methods, functional use of parameters, several models and reentrant checkpointing need
+nothing special. Averaging after every backward is right for accumulated gradients too: what is in ``.grad`` from before
+is equal on all ranks, and an average does not change it. What never went through a backward (gradients made by hand) is
+averaged at the optimizer step.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as ddp_module
 from torch.utils.checkpoint import CheckpointFunction
 
-from distsdk.worker.buffers import BufferSync, Known, Slot
+from distsdk.errors import DivergenceError, UsageError
+from distsdk.worker.buffers import Known
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
+from distsdk.worker.replica import STEPS_TOLD, Flags, Replica
+from distsdk.worker.weights import BatchWeights
 
 
 class Synchroniser:
@@ -41,36 +39,57 @@ class Synchroniser:
     def __init__(
         self,
         discovery: Discovery,
+        weights: BatchWeights,
         world_size: int,
         ddp: Mapping[str, Any],
+        is_sum: bool,
+        num_steps: Callable[[], int],
         on_first: Callable[[], None],
+        on_loss: Callable[[torch.Tensor], None],
         note: Callable[[str, str], None],
     ) -> None:
-        self.discovery = discovery
+        self.discovery, self.weights = discovery, weights
         self.world_size = world_size
-        self.num_backwards = 0
+        self.num_backwards = self.num_synchronised = 0
         self.stop_asked = False
         """Set by the driver's request; becomes `stop_agreed` on all ranks in the same backward."""
         self.stop_agreed = False
         self.roots: list[nn.Module] = []
         """The models in training, kept alive so that their state can still be saved when the function has returned."""
-        self._ddp = ddp
-        self._on_first, self._note = on_first, note
-        self._depth = 0
+        self.given_weight: float | None = None
+        """By the user, for the next backward."""
+        self.factor = 1.0
+        """How much this rank counts in the backward that runs, or ran last; the mean over the ranks is 1."""
+        self.share = 1.0
+        """What this rank's incoming gradients count while a backward runs; only ratios between ranks matter."""
+        self.asked_gradients = False
+        """True once gradients of parameters were asked for without a backward."""
+        self.known_buffers = Known()
+        self._plain_backward: Callable[..., Any] = torch.autograd.backward
+        self._ddp, self._is_sum, self._num_steps = ddp, is_sum, num_steps
+        self._on_first, self._on_loss, self._note = on_first, on_loss, note
+        self._depth = self._not_syncing = 0
+        self._has_local = False
+        """True while gradients are there that were accumulated without being averaged."""
         self._is_nested = False
         """True once backward ran inside backward (reentrant checkpointing). A parameter can then get its gradient in
         several pieces, and the reducer, which takes each as the whole, is armed after the last instead of before."""
         self._started = False
         self._version = -1
         self._watched: list[torch.Tensor] = []
-        self._signature: list[Any] = []
+        self._signature: list[int] = []
         self._replica: Replica | None = None
-        self.known_buffers = Known()
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have used the gradients that were averaged last."""
+        self._covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers all of whose parameters the replica holds."""
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Within it, every outermost backward synchronises."""
-        original = torch.autograd.backward
+        original, grad = torch.autograd.backward, torch.autograd.grad
+        self._plain_backward = original
+        forward: Any = CheckpointFunction.forward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
@@ -79,45 +98,146 @@ class Synchroniser:
                 return original(tensors, *args, **kwargs)
             self._depth += 1
             try:
-                self._synchronised(first, lambda: original(tensors, *args, **kwargs))
+                self._synchronised(first, lambda scale: _scaled(original, scale, tensors, args, kwargs))
             finally:
                 self._depth -= 1
 
-        with replaced(torch.autograd, "backward", backward), self._noticing_checkpoints():
+        def noticed_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
+            self._notice_gradients(inputs)
+            return grad(outputs, inputs, *args, **kwargs)
+
+        def noticed_forward(*args: Any) -> Any:
+            self._is_nested = True  # a reentrant checkpoint, before the backward that it will nest
+            return forward(*args)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(torch.autograd, "backward", backward))
+            stack.enter_context(replaced(torch.autograd, "grad", noticed_grad))
+            stack.enter_context(replaced(CheckpointFunction, "forward", staticmethod(noticed_forward)))
             yield
 
     @contextmanager
-    def _noticing_checkpoints(self) -> Iterator[None]:
-        """Within it, a reentrant checkpoint is noticed in forward, before the backward that it will nest."""
-        forward: Any = CheckpointFunction.forward
-
-        def noticed_forward(*args: Any) -> Any:
-            self._is_nested = True
-            return forward(*args)
-
-        with replaced(CheckpointFunction, "forward", staticmethod(noticed_forward)):
+    def no_sync(self) -> Iterator[None]:
+        """Within it, a backward only adds to this rank's gradients; the first one after it averages all of them."""
+        self._not_syncing += 1
+        try:
             yield
+        finally:
+            self._not_syncing -= 1
 
-    def _synchronised(self, root: torch.Tensor, run_backward: Callable[[], None]) -> None:
-        replica = self._current_replica()
+    def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:
         self.num_backwards += 1
+        if self.world_size > 1 and self.num_backwards & (self.num_backwards - 1) == 0:
+            self._on_loss(root)
+        replica = self._current_replica()
         if replica is None:
             self._tell_nothing_known()
             self.stop_agreed = self.stop_asked and self.world_size == 1
-            return run_backward()
+            run_backward(1.0)
+            return
+        weight, self.given_weight = self.given_weight, None
+        self.factor = self.weights.factor_of(root) if weight is None else 1.0
+        scale = self.world_size if self._is_sum else 1.0
+        if self._not_syncing or self._has_local:
+            if weight is not None:
+                raise UsageError("distsdk.weight(n) cannot be used together with distsdk.no_sync().")
+            scale *= self.factor  # each of several backwards has its own
+            self.share = 1.0
+        else:
+            self.share = self.factor if weight is None else weight
+        if self._not_syncing:
+            self._has_local = True
+            run_backward(scale)
+            return
+        self._reduced(replica, root, weight, lambda: run_backward(scale))
+
+    def _reduced(
+        self, replica: Replica, root: torch.Tensor, weight: float | None, run: Callable[[], None], is_late: bool = False
+    ) -> None:
+        """Run backward with the reducer armed, and take in what came of it."""
         callback = root.register_hook(replica.queue_close)
+        step = float(self._num_steps() % STEPS_TOLD)
+        flags = Flags(
+            stop=float(self.stop_asked),
+            is_late=float(is_late),
+            step=step,
+            factor=1.0 if self._has_local else self.factor,
+            has_weight=float(weight is not None),
+            weight=1.0 if weight is None else weight,
+        )
         try:
-            replica.arm(self.stop_asked, is_late=self._is_nested)
-            run_backward()
-            self.stop_agreed = replica.settle()
+            replica.arm(flags, is_late=self._is_nested or is_late)
+            run()
+            means = replica.settle()
         except BaseException:
             self._forget_replica()
             raise
         finally:
             callback.remove()
+            replica.disarm()
+        self._settled(flags, means)
+
+    def _settled(self, flags: Flags, means: Flags) -> None:
+        self.num_synchronised += 1
+        self._has_local = False
+        self._stepped.clear()
+        self.stop_agreed = bool(means.stop)
+        if flags.has_weight and means.weight > 0:
+            self.factor = flags.weight / means.weight
+        problem = _problem(flags, means, self.world_size)
+        if problem:
+            raise problem
+
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """Average what is in the gradients of `optimizer` unless a backward did: made by hand, or under no_sync."""
+        if has_closure or self.world_size == 1:  # the closure will run a backward
+            return
+        if optimizer in self._stepped or self._has_local or not self._covers(optimizer):
+            left = self.discovery.foreign()
+            if any(p.grad is not None and id(p) not in left for p in _parameters_of(optimizer)):
+                self._average_now()
+        self._stepped.add(optimizer)
+
+    def _covers(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True when the last averaging was of all that `optimizer` trains."""
+        if self._replica is None:
+            return False
+        if self._version != self.discovery.version or optimizer not in self._covered:
+            ids, left = self._replica.ids, self.discovery.foreign()
+            parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
+            if not all(id(p) in ids or id(p) in left for p in parameters):
+                return False
+            self._covered.add(optimizer)
+        return True
+
+    def _average_now(self) -> None:
+        replica = self._current_replica()
+        if replica is not None:
+            nothing = torch.zeros((), requires_grad=True)
+            self._reduced(replica, nothing, None, lambda: self._plain_backward(nothing), is_late=True)
+
+    def mean(self, loss: Any) -> Any:
+        """The mean of a loss over the ranks, as they counted in the last backward (the sum, where losses are sums),
+        without a graph; what is no number or tensor is given back."""
+        if not isinstance(loss, (int, float, torch.Tensor)):
+            return loss
+        total = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
+        total = total * self.factor if self.factor else torch.zeros_like(total)
+        dist.all_reduce(total)
+        mean = total if self._is_sum else total / self.world_size
+        return mean if isinstance(loss, torch.Tensor) else float(mean)
+
+    def _notice_gradients(self, inputs: Any) -> None:
+        if self.asked_gradients or self.world_size == 1:
+            return
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        if any(isinstance(tensor, nn.Parameter) for tensor in wanted):
+            self.asked_gradients = True
+            self._current_replica()
 
     def _tell_nothing_known(self) -> None:
-        if self.world_size > 1 and not self._watched:
+        if self.world_size > 1 and not self._watched and not self.discovery.foreign():
             self._note("warning", (
                 "a backward ran on tensors that belong to no module and no optimizer, so nothing was synchronised: "
                 "each worker trains its own. Give them to an optimizer, or hold them in a module as parameters."
@@ -155,179 +275,57 @@ class Synchroniser:
                 )
 
     def _forget_replica(self) -> None:
-        if self._replica is not None:
-            self._replica.close()
         self._replica, self._watched, self._signature, self.roots = None, [], [], []
         self._version = -1
+        self._covered.clear()
 
 
-def mean_over_ranks(loss: Any) -> Any:
-    """The mean of a closure's loss over the ranks, without a graph; what is no number or tensor is given back."""
-    if not isinstance(loss, (int, float, torch.Tensor)):
-        return loss
-    total = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(total)
-    mean = total / dist.get_world_size()
-    return mean if isinstance(loss, torch.Tensor) else float(mean)
+def _problem(flags: Flags, means: Flags, world_size: int) -> Exception | None:
+    """What the means of the flags say that must not be."""
+    least = 1 / world_size  # of a flag that one rank has set and the others have not
+    if abs(means.step - flags.step) > least / 2:
+        return DivergenceError(
+            "the ranks are not at the same optimizer step: in this backward they do not have made the same number of "
+            "steps, so one of them has left out a backward or a step. Decide on values that are the same on all "
+            "ranks (distsdk.all_reduce, distsdk.gather)."
+        )
+    if least / 2 < means.is_late < 1 - least / 2:
+        return DivergenceError(
+            "some ranks ran a backward where others had only gradients made by hand, or left over from before."
+        )
+    if least / 2 < means.has_weight < 1 - least / 2:
+        return UsageError("distsdk.weight(n) was called on some ranks only: call it on all before the same backward.")
+    if flags.has_weight and means.weight <= 0:
+        return UsageError("distsdk.weight(n): the weights of all ranks are 0, so no mean can be taken.")
+    if abs(means.factor - 1) > 1e-3 * least:
+        return DivergenceError("the ranks ran this backward on different batches of the loader.")
+    return None
+
+
+def _scaled(original: Any, scale: float, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run backward; with another scale than 1, from gradients of the roots that are so many times as large."""
+    if scale == 1:
+        original(tensors, *args, **kwargs)
+        return
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = args[0] if args else kwargs.pop("grad_tensors", None)
+    given = [given] if given is None or isinstance(given, torch.Tensor) else list(given)
+    starts = [
+        torch.full_like(root, scale) if start is None else start * scale
+        for root, start in zip(roots, given * len(roots) if given == [None] else given, strict=True)
+    ]
+    original(roots, starts, *args[1:], **kwargs)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
-def _signature(tensors: list[torch.Tensor]) -> list[Any]:
-    """What DDP's reducer holds of a parameter; when it changes, the reducer is stale."""
-    return [(t.requires_grad, t.dtype, t.device, t.data_ptr()) for t in tensors]
-
-
-class _Holder(nn.Module):
-    """One tensor as DDP wants to see it: in a module."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._tensors = [tensor]  # in a list, or a Parameter would be registered
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The one."""
-        return self._tensors[0]
-
-    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """The tensor."""
-        return iter([("", self.tensor)])
-
-
-class _SparseHolder(_Holder, nn.Embedding):
-    """One whose gradient is sparse: DDP looks for an Embedding that says so."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        nn.Module.__init__(self)
-        self._tensors = [tensor]
-        self.sparse = True
-
-
-class _Tensors(nn.Module):
-    """What DDP is given instead of the user's models: just the tensors, so that nothing refers to a module."""
-
-    def __init__(self, tensors: list[torch.Tensor], sparse: set[int]) -> None:
-        super().__init__()
-        kinds = [_SparseHolder if id(tensor) in sparse else _Holder for tensor in tensors]
-        self._holders = [kind(tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
-
-    def named_modules(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """A module for each tensor, under names that mean nothing."""
-        return iter((f"t{i}", holder) for i, holder in enumerate(self._holders))
-
-    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """All tensors."""
-        return iter((f"t{i}", holder.tensor) for i, holder in enumerate(self._holders))
-
-
-def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient without entries."""
-    index = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
-    return torch.sparse_coo_tensor(index, like.detach()[:0], like.shape, check_invariants=False)
-
-
-class Replica:
-    """One build of DDP's reducer over a fixed list of trainable tensors."""
-
-    def __init__(
-        self,
-        trainable: list[torch.Tensor],
-        sparse: set[int],
-        slots: list[Slot],
-        known: Known,
-        ddp: Mapping[str, Any],
-    ) -> None:
-        self.trainable = trainable
-        self._sparse = sparse
-        """Ids of those whose gradients are sparse."""
-        last = trainable[-1]  # the tail is like it, unless buffers want more precision: then it shares its bucket
-        self._buffers = BufferSync(slots, known, last.dtype, last.device)
-        size = 1 + len(trainable) + self._buffers.size
-        self._tail = nn.Parameter(torch.zeros(size, dtype=self._buffers.dtype, device=last.device))
-        self._fired: set[int] = set()
-        self._unset: list[int] = []
-        self.must_rebuild = False
-        """True, on all ranks alike, when the buffers are no longer those that it was built for."""
-        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp)
-        self._hooks = [t.register_post_accumulate_grad_hook(_adder(self._fired, i)) for i, t in enumerate(trainable)]
-
-    def arm(self, stop_asked: bool, is_late: bool) -> None:
-        """Before backward: the reducer listens, or, when it is to be late, will do so at the end."""
-        self._stop_asked, self._is_late = stop_asked, is_late
-        self._fired.clear()
-        self._unset = [i for i, tensor in enumerate(self.trainable) if tensor.grad is None]
-        if not is_late:
-            self._listen()
-
-    def _listen(self) -> None:
-        self._reducer._rebuild_buckets()
-        self._reducer.prepare_for_backward([])
-
-    def queue_close(self, _grad: torch.Tensor) -> None:
-        """A hook on the loss: callbacks can only be queued while backward runs."""
-        Variable._execution_engine.queue_callback(self._close)
-
-    def _close(self) -> None:
-        if self._is_late:
-            self._listen()
-        for i, tensor in enumerate(self.trainable):
-            if self._is_late or i not in self._fired:
-                if tensor.grad is None and id(tensor) in self._sparse:  # the reducer takes no missing sparse gradient
-                    tensor.grad = _sparse_nothing(tensor)
-                self._reducer._autograd_hook(i)
-        self._tail.grad = self._tail_values()
-        self._reducer._autograd_hook(len(self.trainable))
-
-    def _tail_values(self) -> torch.Tensor:
-        """Flags (stop, then used by parameter), then the buffers' part."""
-        used = [float(i in self._fired) for i in range(len(self.trainable))]
-        flags = torch.tensor([float(self._stop_asked), *used], dtype=self._tail.dtype, device=self._tail.device)
-        return torch.cat([flags, self._buffers.outgoing()])
-
-    def settle(self) -> bool:
-        """After backward: what was used on no rank is as if it never was. True: some rank was asked to stop."""
-        tail = self._tail.grad
-        assert tail is not None
-        num_flags = 1 + len(self.trainable)
-        stop, *used = tail[:num_flags].tolist()
-        for i in self._unset:
-            if not used[i]:
-                self.trainable[i].grad = None
-        if self._buffers.size:
-            self.must_rebuild = self._buffers.settle(tail[num_flags:])
-        return bool(stop)
-
-    def close(self) -> None:
-        """Take our hooks off the user's tensors."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _adder(fired: set[int], index: int) -> Callable[[torch.Tensor], None]:
-    return lambda _tensor: fired.add(index)
-
-
-def _build_reducer(tensors: list[torch.Tensor], sparse: set[int], ddp: Mapping[str, Any]) -> Any:
-    with warnings.catch_warnings(), _no_initial_broadcast() as arguments:
-        warnings.simplefilter("ignore")
-        return DistributedDataParallel(_Tensors(tensors, sparse), **arguments, **ddp).reducer
-
-
-@contextmanager
-def _no_initial_broadcast() -> Iterator[dict[str, Any]]:
-    """Arguments for a DDP that does not send rank 0's weights to all when it is made.
-
-    They are equal by construction, and the verifier proves it; a broadcast would hide that the first forward had run on
-    unequal ones. torch up to 2.6 at least has no argument for it.
-    """
-    if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
-        yield {"init_sync": False}
-    else:
-        with (
-            replaced(ddp_module, "_sync_module_states", lambda **_: None),
-            replaced(ddp_module, "_verify_param_shape_across_processes", lambda *_, **__: None),
-        ):
-            yield {}
+def _signature(tensors: list[torch.Tensor]) -> list[int]:
+    """What DDP's reducer holds of a parameter; when it changes, the reducer is stale. Another type or device has
+    another place."""
+    return [t.data_ptr() if t.requires_grad else 0 for t in tensors]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from distsdk.errors import UsageError
-from distsdk.worker.shard import strided
+from distsdk.worker.dealing import strided
 
 _WORLDS = st.integers(1, 8)
 

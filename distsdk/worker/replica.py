@@ -1,0 +1,243 @@
+"""One build of torch's DDP reducer over a fixed list of trainable tensors, and the tail that rides with them.
+
+The tail is one more parameter, so it travels in DDP's last bucket: no collective of its own. It carries flags, whether
+each parameter was used, and what was added to floating-point buffers (BatchNorm statistics).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as ddp_module
+
+from distsdk.worker.buffers import BufferSync, Known, Slot
+from distsdk.worker.compression import compressing
+from distsdk.worker.replacing import replaced
+
+STEPS_TOLD = 1024
+"""Optimizer steps are compared modulo this, so that the mean over the ranks is exact in single precision."""
+
+
+@dataclass
+class Flags:
+    """What a rank says to all in one backward; afterwards the means over the ranks."""
+
+    stop: float
+    """1: this rank was asked to stop."""
+    is_late: float
+    """1: gradients were made by hand, and are synchronised at the optimizer step."""
+    step: float
+    """Optimizer steps made, modulo `STEPS_TOLD`."""
+    factor: float
+    """What this rank's gradients were multiplied by; the mean is 1."""
+    has_weight: float
+    """1: the user gave a weight."""
+    weight: float
+    """The one given, else 1."""
+
+    def listed(self) -> list[float]:
+        """In the order of the fields."""
+        return [self.stop, self.is_late, self.step, self.factor, self.has_weight, self.weight]
+
+
+NUM_FLAGS = 6
+
+
+class Replica:
+    """One build of DDP's reducer."""
+
+    def __init__(
+        self,
+        trainable: list[torch.Tensor],
+        sparse: set[int],
+        slots: list[Slot],
+        known: Known,
+        ddp: Mapping[str, Any],
+    ) -> None:
+        self.trainable = trainable
+        self.ids = frozenset(map(id, trainable))
+        self._sparse = sparse
+        """Ids of those whose gradients are sparse."""
+        last = trainable[-1]  # the tail is like it, where it can hold flags: then it shares its bucket
+        real = last.dtype.to_real() if last.dtype.is_complex else last.dtype
+        dtype = torch.promote_types(real, torch.float64 if "comm_hook" in ddp else torch.float32)
+        self._buffers = BufferSync(slots, known, dtype, last.device)
+        size = NUM_FLAGS + len(trainable) + self._buffers.size
+        self._tail = nn.Parameter(torch.zeros(size, dtype=self._buffers.dtype, device=last.device))
+        self._before: list[tuple[torch.Tensor | None, int]] = []
+        self._missing: list[int] = []
+        self._scalers: list[Any] = []
+        self.must_rebuild = False
+        """True, on all ranks alike, when the buffers are no longer those that it was built for."""
+        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, self._tail)
+
+    def arm(self, flags: Flags, is_late: bool) -> None:
+        """Before backward: the reducer listens, or, when it is to be late, will do so at the end."""
+        self._flags, self._is_late = flags, is_late
+        if is_late:
+            return
+        self._before = [(grad := t.grad, -1 if grad is None else grad._version) for t in self.trainable]
+        if (scale := flags.factor * flags.weight) != 1:  # before the reducer takes it
+            self._scalers = [t.register_post_accumulate_grad_hook(lambda t: _scale(t, scale)) for t in self.trainable]
+        self._listen()
+
+    def _listen(self) -> None:
+        self._reducer._rebuild_buckets()
+        self._reducer.prepare_for_backward([])
+
+    def queue_close(self, _grad: torch.Tensor) -> None:
+        """A hook on the loss: callbacks can only be queued while backward runs."""
+        Variable._execution_engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        """At the end of backward: whatever did not come by itself, then the tail."""
+        self._missing = [i for i, tensor in enumerate(self.trainable) if tensor.grad is None]
+        if self._is_late:
+            self._listen()
+            silent = list(range(len(self.trainable)))
+        else:
+            silent = [i for i, tensor in enumerate(self.trainable) if not self._has_fired(i, tensor.grad)]
+        scale = self._flags.factor * self._flags.weight
+        for i in silent:
+            tensor = self.trainable[i]
+            if tensor.grad is None and id(tensor) in self._sparse:  # the reducer takes no missing sparse gradient
+                tensor.grad = _sparse_nothing(tensor)
+            elif scale != 1:
+                _scale(tensor, scale)
+            self._reducer._autograd_hook(i)
+        self._tail.grad = self._tail_values()
+        self._reducer._autograd_hook(len(self.trainable))
+
+    def _has_fired(self, index: int, grad: torch.Tensor | None) -> bool:
+        before, version = self._before[index]
+        return grad is not before or (grad is not None and grad._version != version)
+
+    def _tail_values(self) -> torch.Tensor:
+        """Flags, then one for each parameter: whether it has a gradient; then the buffers' part."""
+        used = [1.0] * len(self.trainable)
+        for i in self._missing:
+            used[i] = 0.0
+        flags = torch.tensor([*self._flags.listed(), *used], dtype=self._tail.dtype, device=self._tail.device)
+        return torch.cat([flags, self._buffers.outgoing(self._flags.factor)]) if self._buffers.size else flags
+
+    def settle(self) -> Flags:
+        """After backward: what was used on no rank is as if it never was. Gives the means of the flags."""
+        tail = self._tail.grad
+        assert tail is not None
+        num_flags = NUM_FLAGS + len(self.trainable)
+        means: list[float] = tail[:num_flags].tolist()
+        for i in self._missing:
+            if not means[NUM_FLAGS + i]:
+                self.trainable[i].grad = None
+        if self._buffers.size:
+            self.must_rebuild = self._buffers.settle(tail[num_flags:])
+        flags = Flags(*means[:NUM_FLAGS])
+        if self._flags.has_weight and flags.weight > 0:
+            grads = [tensor.grad for tensor in self.trainable if tensor.grad is not None]
+            torch._foreach_mul_(grads, 1 / flags.weight)
+        return flags
+
+    def disarm(self) -> None:
+        """After backward, however it ended: nothing of this one is kept."""
+        for hook in self._scalers:
+            hook.remove()
+        self._scalers, self._before = [], []
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    """Into a new tensor, as the one there may be a view of a gradient that backward still needs. Zeros are written, not
+    multiplied: what stands in for an empty slice may have any gradient, infinite ones too."""
+    if tensor.grad is not None:
+        grad = tensor.grad.detach()
+        tensor.grad = grad * factor if factor else _zeros_like(grad)
+
+
+def _zeros_like(grad: torch.Tensor) -> torch.Tensor:
+    return _sparse_nothing(grad) if grad.is_sparse else torch.zeros_like(grad)
+
+
+def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient without entries."""
+    index = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
+    nothing = torch.empty(0, *like.shape[1:], dtype=like.dtype, device=like.device)
+    return torch.sparse_coo_tensor(index, nothing, like.shape, check_invariants=False)
+
+
+class _Holder(nn.Module):
+    """One tensor as DDP wants to see it: in a module."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensors = [tensor]  # in a list, or a Parameter would be registered
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The one."""
+        return self._tensors[0]
+
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The tensor."""
+        return iter([("", self.tensor)])
+
+
+class _SparseHolder(_Holder, nn.Embedding):
+    """One whose gradient is sparse: DDP looks for an Embedding that says so."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self._tensors = [tensor]
+        self.sparse = True
+
+
+class _Tensors(nn.Module):
+    """What DDP is given instead of the user's models: just the tensors, so that nothing refers to a module."""
+
+    def __init__(self, tensors: list[torch.Tensor], sparse: set[int]) -> None:
+        super().__init__()
+        kinds = [_SparseHolder if id(tensor) in sparse else _Holder for tensor in tensors]
+        self._holders = [kind(tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+
+    def named_modules(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """A module for each tensor, under names that mean nothing."""
+        return iter((f"t{i}", holder) for i, holder in enumerate(self._holders))
+
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """All tensors."""
+        return iter((f"t{i}", holder.tensor) for i, holder in enumerate(self._holders))
+
+
+def _build_reducer(tensors: list[torch.Tensor], sparse: set[int], ddp: Mapping[str, Any], tail: torch.Tensor) -> Any:
+    options = {name: value for name, value in ddp.items() if name != "comm_hook"}
+    with warnings.catch_warnings(), _no_initial_broadcast() as arguments:
+        warnings.simplefilter("ignore")
+        reducer = DistributedDataParallel(_Tensors(tensors, sparse), **arguments, **options).reducer
+        if "comm_hook" in ddp:
+            dist._register_comm_hook(reducer, *compressing(ddp["comm_hook"], tail))  # type: ignore[attr-defined]
+    return reducer
+
+
+@contextmanager
+def _no_initial_broadcast() -> Iterator[dict[str, Any]]:
+    """Arguments for a DDP that does not send rank 0's weights to all when it is made.
+
+    They are equal by construction, and the verifier proves it; a broadcast would hide that the first forward had run on
+    unequal ones. torch up to 2.6 at least has no argument for it.
+    """
+    if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        yield {"init_sync": False}
+    else:
+        with (
+            replaced(ddp_module, "_sync_module_states", lambda **_: None),
+            replaced(ddp_module, "_verify_param_shape_across_processes", lambda *_, **__: None),
+        ):
+            yield {}
