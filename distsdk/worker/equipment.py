@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from distsdk.errors import DivergenceError
 from distsdk.spec import Training
 from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
 from distsdk.worker import context as contexts
@@ -73,8 +74,9 @@ class Equipment:
             self.session.note, self._keep_models, agreed, self._send_data_digest,
         )  # fmt: skip
         self.synchroniser = Synchroniser(
-            self.discovery, self.sharding.weights, context.world_size, training.ddp, training.loss_reduction == "sum",
-            lambda: self.verifier.step, self._on_first_backward, self._inspect_loss, self.session.note,
+            self.discovery, self.sharding.weights, self.sharding.ending, context.world_size, training.ddp,
+            training.loss_reduction == "sum", lambda: self.verifier.step, self._on_first_backward, self._inspect_loss,
+            self.session.note,
         )  # fmt: skip
         self.batch_statistics = BatchStatistics(
             lambda: self.sharding.noise.is_open, self.sharding.weights.is_stand_in, lambda: self.synchroniser.share
@@ -188,9 +190,20 @@ class Equipment:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
+            self._check_synchronised()
             if self.synchroniser.num_backwards and not (self.sharding.num_loops or self.sharding.has_foreign):
                 self.session.note("warning", _SAME_DATA)
         self.save_models()
+
+    def _check_synchronised(self) -> None:
+        """Raise DivergenceError when parameters were trained and no gradient was ever averaged."""
+        trained = self.verifier.step or self.synchroniser.asked_gradients
+        if trained and not self.synchroniser.num_synchronised and self.verifier.changed:
+            raise DivergenceError(
+                f"parameters were trained ({self.verifier.changed[0]!r} and others), and their gradients never came to "
+                "a backward or an optimizer step that distsdk knows of, so nothing was synchronised: each worker trained
+                " "its own. Use loss.backward(), or average the gradients with distsdk.all_reduce before they are used."
+            )
 
     def save_models(self) -> None:
         """Commit the state of the trained models, on rank 0, unless the function saved a checkpoint itself."""

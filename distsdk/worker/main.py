@@ -145,6 +145,10 @@ def settle_in_main(module: types.ModuleType, shipped: Mapping[int, Any]) -> None
             setattr(module, obj.__name__, obj)
 
 
+PUBLISHED = 32
+"""How many values rank 0 keeps in the store for ranks that are behind."""
+
+
 class Worker:
     """One rank: its equipment, and what the agent tells it."""
 
@@ -156,6 +160,7 @@ class Worker:
         self.equipment = Equipment(context_of(spec), spec.seed, spec.training, channel.send, self._agreed)
         self._shipped: dict[int, Any] = {}
         self._store: Any = None
+        self._published: list[str] = []
 
     def listen(self) -> None:
         """The control thread. Without the agent, this process and all it started end at once."""
@@ -174,6 +179,9 @@ class Worker:
         name = f"distsdk/{key}"
         if self.equipment.context.is_main:
             self._store.set(name, pickle.dumps(value))
+            self._published.append(name)
+            if len(self._published) > PUBLISHED:
+                self._store.delete_key(self._published.pop(0))
             return value
         return pickle.loads(self._store.get(name))
 

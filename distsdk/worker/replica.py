@@ -44,13 +44,15 @@ class Flags:
     """1: the user gave a weight."""
     weight: float
     """The one given, else 1."""
+    ends: float
+    """1: a stream that divides itself has no further batch for this rank, so that all ranks have to stop here."""
 
     def listed(self) -> list[float]:
         """In the order of the fields."""
-        return [self.stop, self.is_late, self.step, self.factor, self.has_weight, self.weight]
+        return [self.stop, self.is_late, self.step, self.factor, self.has_weight, self.weight, self.ends]
 
 
-NUM_FLAGS = 6
+NUM_FLAGS = 7
 
 
 class Replica:

@@ -20,7 +20,7 @@ from distsdk.worker.devices import moved
 from distsdk.worker.foreign import is_read_by_accelerate, is_shared_out
 from distsdk.worker.randomness import HostStreams, Noise, mixed_seed
 from distsdk.worker.replacing import replaced
-from distsdk.worker.share import EVALUATION, TRAINING, Reading, Share, distributed_sampler_in, user_line
+from distsdk.worker.share import EVALUATION, TRAINING, Ending, Reading, Share, distributed_sampler_in, user_line
 from distsdk.worker.stream_share import StreamShare
 from distsdk.worker.streams import Fetched, digest_of_dataset, fetching
 from distsdk.worker.weights import BatchWeights, Weight
@@ -56,6 +56,7 @@ class Sharding:
         self.noise = Noise(context.rank)
         self.host_streams = HostStreams()
         self.weights = BatchWeights()
+        self.ending = Ending()
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
         self.has_foreign = False
@@ -135,7 +136,7 @@ class Sharding:
         if reading.mode == TRAINING and not reading.window:
             self._open(reading, iterator)
         try:
-            batch = self._fetched(iterator, next_of)
+            batch = reading.step(lambda: self._fetched(iterator, next_of), self.ending)
         except StopIteration:
             self._on_exhausted(reading, iterator._index_sampler)
             raise

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
 EVALUATION, TRAINING, EXACT = "evaluation", "training", "exact"
 
 
+_END = object()
+
+
+@dataclass
+class Ending:
+    """Whether a stream that divides itself is at its end. Ranks may have different numbers of batches, and all have to
+    make the same number of steps, so all stop where the first one does."""
+
+    is_here: bool = False
+    """This rank has no batch after the current one."""
+    is_agreed: bool = False
+    """Some rank has none, as of the last backward."""
+
+
 class Reading:
     """One iteration over a loader: the indices of its batches, with what is remembered until the end of it."""
 
@@ -38,6 +53,8 @@ class Reading:
         """Token of the noise window that is open while this reading trains; 0: none was opened yet."""
         self.before = previous.window if previous else 0
         """That of the reading before, which may have been left early."""
+        self._ahead: Any = None
+        """What was fetched ahead, of a stream that divides itself: the last batch has to be known as the last."""
         self.indices = indices
 
     def __iter__(self) -> Iterator[Any]:
@@ -45,6 +62,22 @@ class Reading:
 
     def __next__(self) -> Any:
         return next(self.indices)
+
+    def step(self, fetch: Callable[[], Any], ending: Ending) -> Any:
+        """The next batch. Of a stream that divides itself, the one that was fetched ahead, while the next one is.
+        Raises StopIteration at the end."""
+        batch = fetch() if self._ahead is None else self._ahead
+        if not getattr(batch, "is_divided", False) and batch is not _END:
+            return batch
+        if batch is _END or ending.is_agreed:
+            self._ahead, ending.is_here, ending.is_agreed = _END, False, False
+            raise StopIteration
+        try:
+            self._ahead = fetch()
+        except StopIteration:
+            self._ahead = _END
+        ending.is_here = self._ahead is _END
+        return batch
 
 
 class Share:

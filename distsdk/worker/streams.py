@@ -12,7 +12,7 @@ import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class Fetched:
     count: int
     total: int
     """As in `Weight`; 0: the ranks' batches count the same."""
+    is_divided: bool = False
+    """True: the dataset divides itself, and ranks may come to its end at different times."""
     digest: int | None = None
     """Of the first round of the stream, which has to be equal on all ranks; None: it need not be."""
 
@@ -67,7 +69,7 @@ class Fetched:
         """As torch's loaders ask it of a batch of a type that they do not know."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Fetched(pin_memory(self.batch, device), self.count, self.total, self.digest)
+        return replace(self, batch=pin_memory(self.batch, device))
 
 
 @contextmanager
@@ -91,9 +93,21 @@ def _noticed(function: Any) -> Any:
 @contextmanager
 def fetching() -> Iterator[None]:
     """Within it, fetchers of iterable datasets understand an Order; their forked loader processes too."""
-    with replaced(_IterableDatasetFetcher, "fetch", _fetch_of(_IterableDatasetFetcher.fetch)):
-        with noticing_rank():
-            yield
+    with (
+        replaced(_IterableDatasetFetcher, "__init__", _begun_of(_IterableDatasetFetcher.__init__)),
+        replaced(_IterableDatasetFetcher, "fetch", _fetch_of(_IterableDatasetFetcher.fetch)),
+        noticing_rank(),
+    ):
+        yield
+
+
+def _begun_of(plain: Any) -> Any:
+    def begin(fetcher: Any, *args: Any) -> None:
+        before = contexts.times_asked()
+        plain(fetcher, *args)  # calls the dataset's __iter__
+        _Stream.of(fetcher).is_divided = contexts.times_asked() > before
+
+    return begin
 
 
 def _fetch_of(plain: Any) -> Any:
@@ -132,14 +146,14 @@ class _Stream:
         digest = digest_of(items) if first and not self.is_divided else None
         part, count, total = self._part(items, order)
         batch = fetcher.collate_fn(part if order.batch_size else part[0])
-        return Fetched(batch, count, total, digest)
+        return Fetched(batch, count, total, self.is_divided, digest)
 
     def _begun(self, fetcher: Any, order: Order) -> list[Any]:
         """The first item: by then a generator has run up to its first yield, and has asked for the rank if it ever
         does."""
         asked_before, self.is_first = contexts.times_asked(), False
         first = list(itertools.islice(fetcher.dataset_iter, 1))
-        self.is_divided = order.is_divided or contexts.times_asked() > asked_before
+        self.is_divided |= order.is_divided or contexts.times_asked() > asked_before
         return first
 
     def _part(self, items: list[Any], order: Order) -> tuple[list[Any], int, int]:

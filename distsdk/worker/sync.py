@@ -30,6 +30,7 @@ from distsdk.worker.buffers import Known
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
 from distsdk.worker.replica import STEPS_TOLD, Flags, Replica
+from distsdk.worker.share import Ending
 from distsdk.worker.weights import BatchWeights
 
 
@@ -40,6 +41,7 @@ class Synchroniser:
         self,
         discovery: Discovery,
         weights: BatchWeights,
+        ending: Ending,
         world_size: int,
         ddp: Mapping[str, Any],
         is_sum: bool,
@@ -48,7 +50,7 @@ class Synchroniser:
         on_loss: Callable[[torch.Tensor], None],
         note: Callable[[str, str], None],
     ) -> None:
-        self.discovery, self.weights = discovery, weights
+        self.discovery, self.weights, self.ending = discovery, weights, ending
         self.world_size = world_size
         self.num_backwards = self.num_synchronised = 0
         self.stop_asked = False
@@ -165,6 +167,7 @@ class Synchroniser:
             factor=1.0 if self._has_local else self.factor,
             has_weight=float(weight is not None),
             weight=1.0 if weight is None else weight,
+            ends=float(self.ending.is_here),
         )
         try:
             replica.arm(flags, is_late=self._is_nested or is_late)
@@ -183,6 +186,7 @@ class Synchroniser:
         self._has_local = False
         self._stepped.clear()
         self.stop_agreed = bool(means.stop)
+        self.ending.is_agreed = bool(means.ends)
         if flags.has_weight and means.weight > 0:
             self.factor = flags.weight / means.weight
         problem = _problem(flags, means, self.world_size)

@@ -49,6 +49,9 @@ class Verifier:
         self, named_tensors: Callable[[], list[tuple[str, torch.Tensor]]], send: Callable[[int, dict[str, int]], None]
     ) -> None:
         self.step = 0
+        self.changed: list[str] = []
+        """Tensors that are not what they were when they were looked at first."""
+        self._first: dict[str, int] = {}
         self._named_tensors = named_tensors
         self._send = send
 
@@ -59,4 +62,7 @@ class Verifier:
 
     def send(self, step: int) -> None:
         """Send the fingerprint now, as that of `step`."""
-        self._send(step, {name: digest(tensor) for name, tensor in self._named_tensors()})
+        digests = {name: digest(tensor) for name, tensor in self._named_tensors()}
+        self._first = self._first or digests
+        self.changed = [name for name, value in digests.items() if self._first.get(name, value) != value]
+        self._send(step, digests)
