@@ -42,14 +42,23 @@ class Contestant:
 
     def __init__(self, name: str, model: str, folder: Path) -> None:
         self.name = name
-        self._log = folder / f"{model}-{name}.log"
-        address = str(folder / f"{model}-{name}.sock")
+        self._log = folder / f"{name}.log"
+        self._lines: list[socket.socket] = []
+        address = str(folder / f"{name}.sock")
+        try:
+            self._connect(model, address, folder)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _connect(self, model: str, address: str, folder: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
             listener.settimeout(0.5)
             self._process = self._started(model, address, folder)
-            self._lines = [self._accepted(listener) for _ in range(WORKERS)]
+            while len(self._lines) < WORKERS:
+                self._lines.append(self._accepted(listener))
         self._files = [line.makefile("r") for line in self._lines]
         hellos = [self._said(file) for file in self._files]
         assert sorted(hello["rank"] for hello in hellos) == list(range(WORKERS)), hellos
@@ -106,7 +115,9 @@ class Contestant:
         assert status == 0, self._failure()
 
     def kill(self) -> None:
-        """For when something went wrong."""
+        """For when something went wrong: workers that outlive the process see the end of their line."""
+        for line in self._lines:
+            line.close()
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -185,7 +196,9 @@ def record(num_rounds: int, num_launches: int, names: list[str], rows: str, raw:
 
 Command: `{command}`
 
-Versions: {used}; gloo, one thread per worker. Machine: {machine()}.
+Versions: {used}; gloo, one thread per worker.
+
+Machine: {machine()}, shared.
 
 {num_rounds} rounds over {num_launches} launches; of each launch {WARM_UP} more rounds do not count. In a round every
 contestant ran one epoch, in alternating order.

@@ -201,8 +201,9 @@ class Equipment:
         if trained and not self.synchroniser.num_synchronised and self.verifier.changed:
             raise DivergenceError(
                 f"parameters were trained ({self.verifier.changed[0]!r} and others), and their gradients never came to "
-                "a backward or an optimizer step that distsdk knows of, so nothing was synchronised: each worker trained
-                " "its own. Use loss.backward(), or average the gradients with distsdk.all_reduce before they are used."
+                "a backward or an optimizer step that distsdk knows of, so nothing was synchronised: each worker "
+                "trained its own. Use loss.backward(), or average the gradients with distsdk.all_reduce before they "
+                "are used."
             )
 
     def save_models(self) -> None:

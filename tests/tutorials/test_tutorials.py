@@ -66,6 +66,14 @@ def test_unit_testing_passes_under_pytest(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "its tests keep their run folders to themselves"
 
 
+def test_equivalence_is_proved_and_a_mistake_explained(tmp_path: Path) -> None:
+    text = printed_by("05_testing_for_equivalence.py", tmp_path)
+    assert "4 passed" in text
+    assert "the weights differ from optimizer step 1 on: model.weight: max abs difference" in text
+    assert "What usually makes the difference:" in text
+    assert not list(tmp_path.iterdir()), "it keeps its run folders to itself"
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in TUTORIALS.glob("0*.py")))
 def test_a_tutorial_is_short(name: str) -> None:
     lines = (TUTORIALS / name).read_text(encoding="utf-8").splitlines()
