@@ -40,28 +40,27 @@ def assert_equivalent(
     seed: int = 0,
     **options: Any,
 ) -> None:
-    """Assert that `train` computes the same on each number of workers as on the first.
+    """Assert that `train` computes the same on each number of workers.
 
     Each run is on copies of the arguments as they are now; the caller's own objects stay as they are. Compared are the
     weights of every optimizer before its first step and after each (as far as they fit in 256 MB), the final state of
     the models passed in and of those trained besides, the history of reported metrics, row by row, and what rank 0
     returned: tensors, arrays, numbers, texts, mappings, lists, tuples, dataclasses, and objects by their attributes.
-    Floating-point numbers may differ within a tolerance, since sums over workers are rounded in another order;
-    everything else has to be equal.
+    Floating-point numbers may differ within a tolerance: sums over workers are rounded in another order.
 
     Args:
         train: a training function, plain or decorated; of a decorated one the options count that are not named here.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        workers: at least two different numbers of workers; all are compared with the first.
-        batch: "global": each run trains on the loader's own batches. (With batch="per_worker" the batches of a step
-            grow with the number of workers, so the runs are different trainings.)
-        rtol: how far numbers may be apart, relative to the first run's. None: 1e-10 when all weights are float64, else
-            1e-5, which is for float32: give more for lower precisions and for long trainings.
-        atol: how far they may be apart at least. None: `rtol` times the largest absolute value of the tensor (of the
-            metric's column, of the list), since an element near zero is a difference of larger ones and carries their
-            rounding; and for tensors 64 roundings of the largest weight of the step, since a tensor that is zero but
-            for rounding (a bias in front of BatchNorm) has no size of its own.
+        workers: different numbers of workers.
+        batch: "global": each run trains on the loader's own batches, and all are compared with the first; so at least
+            two numbers are needed. "per_worker": each run on several workers is compared with one of its own, of one
+            worker that reads in each step the batches of all of them in one (equal when batches are of equal size).
+        rtol: how far numbers may be apart, relative to those of the run that is compared with. None: 1e-10 when all
+            weights are float64, else 1e-5, which is for float32: give more for lower precisions and long trainings.
+        atol: how far they may be apart at least. None: `rtol` times the largest element of the tensor (list, metric),
+            since what is near zero is a difference of larger numbers and carries their rounding; and 64 roundings of
+            the step's largest weight, since a tensor of rounding only (a bias before BatchNorm) has no size of its own.
         seed: seed of all runs.
         options: further options of `distributed`. Where neither is given: gpu=False, logs="none", trackers=(). Each
             run has a folder of its own in `run_dir`; None: in a temporary folder, which is removed.
@@ -69,7 +68,8 @@ def assert_equivalent(
     Raises:
         AssertionError: they differ. The message names the first optimizer step and tensor, else the metric and its
             step, else the path in the returned value, with both values, and what usually makes the difference.
-        UsageError: an argument or option that is not allowed.
+        UsageError: an argument or option that is not allowed; with batch="per_worker" also a loader whose batches
+            cannot be joined: one with batch_size=None, or over an IterableDataset that divides itself by rank.
         Exception: what `train` raises, with a note of the number of workers.
     """
     counts = _checked(workers, batch)
@@ -78,24 +78,30 @@ def assert_equivalent(
         options = {"gpu": False, "logs": "none", "trackers": (), **options, "seed": seed, "batch": batch}
         task = distributed(train)
 
-        def run(count: int) -> Result[Recorded]:
-            named = {"run_dir": parent / f"workers-{count}", "workers": count}
-            return _run(task, tuple(args), dict(kwargs or {}), {**options, **named})
+        def run(count: int, stands_for: int = 1) -> Result[Recorded]:
+            named = {"run_dir": parent / _folder(count, stands_for), "workers": count}
+            return _run(task, tuple(args), dict(kwargs or {}), stands_for, {**options, **named})
 
-        first = run(counts[0])
-        for count in counts[1:]:
-            sides = Sides(_workers(counts[0]), _workers(count))
-            if text := _difference(first, run(count), sides, rtol, atol):
+        first = run(counts[0]) if batch == "global" else None
+        for count in counts[1:] if first else counts:
+            reference = first or run(1, count)
+            sides = Sides(_workers(counts[0]) if first else f"1 worker for {count}", _workers(count))
+            if text := _difference(reference, run(count), sides, rtol, atol):
                 raise AssertionError(f"{name_of(train)} (batch={batch!r}, seed={seed}): {text}")
 
 
 def _checked(workers: Sequence[int], batch: str) -> list[int]:
     counts = [] if isinstance(workers, (str, int)) else list(workers)
-    if len(counts) < 2 or len(set(counts)) < len(counts):
-        raise UsageError(f"assert_equivalent(workers={workers!r}): give at least two different numbers of workers.")
-    if batch != "global":
-        raise UsageError(f"assert_equivalent(batch={batch!r}) is not allowed: give 'global'.")
+    if batch == "per_worker":
+        counts = [count for count in counts if count != 1]  # there is nothing to join
+    if len(counts) < (2 if batch == "global" else 1) or len(set(counts)) < len(counts):
+        wanted = "at least two different numbers" if batch == "global" else "different numbers"
+        raise UsageError(f"assert_equivalent(workers={workers!r}, batch={batch!r}): give {wanted} of workers.")
     return counts
+
+
+def _folder(count: int, stands_for: int) -> str:
+    return f"workers-{count}" if stands_for == 1 else f"workers-{count}-for-{stands_for}"
 
 
 def _workers(count: int) -> str:
@@ -103,10 +109,10 @@ def _workers(count: int) -> str:
 
 
 def _run(
-    task: Distributed[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    task: Distributed[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], stands_for: int, options: dict[str, Any]
 ) -> Result[Recorded]:
     """Run it. The arguments are packed, so the run has copies of them."""
-    traced = Distributed(Traced(task.fn), task._given).with_options(**options)
+    traced = Distributed(Traced(task.fn, stands_for), task._given).with_options(**options)
     job = traced.submit(*args, **kwargs)
     try:
         return job.result()

@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,12 @@ class Recorded:
 class Traced:
     """A training function that returns a `Recorded`; its signature is that of the function."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], stands_for: int = 1) -> None:
         from distsdk.worker.arguments import values_of
 
         self.fn = fn
+        self.stands_for = stands_for
+        """So many ranks: one process then reads in each step the batches of them all in one."""
         functools.update_wrapper(self, fn, assigned=("__name__", "__qualname__"), updated=())
         self._handed = values_of(fn, (), {})
         """What comes along with it (the object of a bound method): its models count as arguments."""
@@ -58,7 +60,7 @@ class Traced:
         if not context().is_main:
             return Recorded(self.fn(*args, **kwargs))
         recorder = Recorder(_named_models({**_by_name(self.fn, args, kwargs), "self": self._handed}))
-        with recorder.watching():
+        with recorder.watching(), _standing_for(self.stands_for):
             value = self.fn(*args, **kwargs)
         return Recorded(value, recorder.snapshots, recorder.num_steps, recorder.final())
 
@@ -139,6 +141,13 @@ class Recorder:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _standing_for(num_ranks: int) -> AbstractContextManager[None]:
+    from distsdk.worker import equipment
+
+    current = equipment.current()
+    return nullcontext() if num_ranks == 1 or current is None else current.sharding.standing_for(num_ranks)
 
 
 def _discovery() -> Any:

@@ -15,13 +15,28 @@ def strided(stream: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
 
     Raises UsageError when the stream has fewer items than there are ranks.
     """
+    return (round_[rank] for round_ in rounds(stream, world_size))
+
+
+def together(stream: Iterable[Any], _rank: int, world_size: int) -> Iterator[Any]:
+    """The parts that `strided` deals to all ranks, in one."""
+    return itertools.chain.from_iterable(rounds(stream, world_size))
+
+
+def joined(batches: Iterable[Sequence[Any]], _rank: int, world_size: int) -> Iterator[Any]:
+    """For each round of batches that `strided` deals, one that holds them all."""
+    return (list(itertools.chain.from_iterable(round_)) for round_ in rounds(batches, world_size))
+
+
+def rounds(stream: Iterable[Any], world_size: int) -> Iterator[list[Any]]:
+    """An item for each rank, again and again; the last round is filled up with the first items."""
     head: list[Any] = []
     items = iter(stream)
     while round_ := list(itertools.islice(items, world_size)):
         head = head or round_
         if len(head) < world_size:
             raise UsageError(too_few(len(head), world_size))
-        yield (round_ + head)[rank]
+        yield (round_ + head)[:world_size]
 
 
 def too_few(count: int, world_size: int) -> str:

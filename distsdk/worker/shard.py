@@ -61,6 +61,8 @@ class Sharding:
         """Training iterations begun, over all loaders."""
         self.has_foreign = False
         """True when a loader was met that something else shares out."""
+        self.is_joined = False
+        """True: this process stands for `world_size` ranks, see `standing_for`."""
         self.is_automatic = True
         """False: only loaders with a rule are touched."""
         self.rules: weakref.WeakKeyDictionary[DataLoader[Any], Rule] = weakref.WeakKeyDictionary()
@@ -92,6 +94,17 @@ class Sharding:
                 stack.enter_context(fetching())
                 stack.enter_context(self.host_streams.watching())
             yield
+
+    @contextmanager
+    def standing_for(self, num_ranks: int) -> Iterator[None]:
+        """Within it, this process, in a world of one, reads in each step the batches of so many ranks in one: what
+        training with batch="per_worker" has to be equal to."""
+        self.world_size, self.is_joined, self.is_global = num_ranks, True, False
+        try:
+            with fetching(), self.host_streams.watching():
+                yield
+        finally:
+            self.world_size, self.is_joined = 1, False
 
     def share_of(self, loader: DataLoader[Any], sampler: Any) -> Any:
         """What `loader` takes its indices from."""

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data.distributed import DistributedSampler
 
 from distsdk.errors import UsageError
-from distsdk.worker.dealing import block, slice_of, strided, too_few
+from distsdk.worker.dealing import block, joined, slice_of, strided, together, too_few
 from distsdk.worker.weights import Weight
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ class Share:
         self._num_epochs = self._own_epoch = 0
         self._next_epoch: int | None = None
         self._mode = ""
-        self._part = sampler if self.own_distributed else self._part_of_this_rank()
+        if sharding.is_joined and not is_exact:
+            self._part = self._part_of_all_ranks()
+        else:
+            self._part = sampler if self.own_distributed else self._part_of_this_rank()
 
     def _part_of_this_rank(self) -> Any:
         """This rank's part of the sampler; set_epoch is done at each iteration."""
@@ -117,6 +120,17 @@ class Share:
         part = Part(inner, self, block) if self.is_exact else self._distributed(inner) or Part(inner, self, strided)
         return BatchSampler(part, self.sampler.batch_size, self.sampler.drop_last) if is_plain else part
 
+    def _part_of_all_ranks(self) -> Any:
+        """What all ranks are dealt with batch="per_worker", the batches of each step in one."""
+        s, sampler = self._sharding, self.sampler
+        if not self.has_batches:
+            raise UsageError("a loader with batch_size=None has no batches that could be joined.")
+        if type(sampler) is not BatchSampler:
+            return Part(sampler, self, joined)
+        inner = sampler.sampler
+        part = inner if self.own_distributed else self._distributed(inner) or Part(inner, self, together)
+        return BatchSampler(part, sampler.batch_size * s.world_size, sampler.drop_last)
+
     def _distributed(self, sampler: Any) -> DistributedSampler[Any] | None:
         """The DistributedSampler that a plain sequential or shuffled loader stands for, else None."""
         shuffled = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
@@ -124,7 +138,12 @@ class Share:
             return None
         if shuffled or type(sampler) is SequentialSampler:
             s = self._sharding
-            return DistributedSampler(sampler.data_source, s.world_size, s.rank, shuffle=shuffled, seed=s.seed)
+            part: DistributedSampler[Any] = DistributedSampler(
+                sampler.data_source, s.world_size, s.rank, shuffle=shuffled, seed=s.seed
+            )
+            if s.is_joined:  # all of the padded order
+                part.num_replicas, part.num_samples = 1, part.total_size
+            return part
         return None
 
     def __iter__(self) -> Iterator[Any]:
@@ -271,7 +290,7 @@ class Part:
         s, length = self._share._sharding, len(self._sampler)
         if self._deal is block:
             return len(block(range(length), s.rank, s.world_size))
-        return math.ceil(length / s.world_size)
+        return math.ceil(length / s.world_size) * (s.world_size if self._deal is together else 1)
 
 
 def is_private(sampler: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from distsdk.worker.foreign import is_shared_out
 from distsdk.worker.share import EVALUATION, TRAINING, Reading
-from distsdk.worker.streams import Order
+from distsdk.worker.streams import ALL_RANKS, Order
 
 if TYPE_CHECKING:
     from distsdk.worker.shard import Sharding
@@ -29,7 +29,8 @@ class StreamShare:
         """The latest."""
         s = self._sharding = sharding
         self._dataset, self._drop_last = loader.dataset, loader.drop_last
-        self._order = Order(loader.batch_size, s.rank, s.world_size, s.is_global, is_shared_out(loader.dataset))
+        rank = ALL_RANKS if s.is_joined else s.rank
+        self._order = Order(loader.batch_size, rank, s.world_size, s.is_global, is_shared_out(loader.dataset))
         self._mode = ""
 
     def __iter__(self) -> Iterator[Any]:

@@ -26,6 +26,9 @@ from distsdk.worker import context as contexts
 from distsdk.worker.dealing import slice_of, too_few
 from distsdk.worker.replacing import replaced
 
+ALL_RANKS = -1
+"""As the rank of an order: the batches of all ranks, in one."""
+
 
 @dataclass
 class Order:
@@ -157,6 +160,8 @@ class _Stream:
         return first
 
     def _part(self, items: list[Any], order: Order) -> tuple[list[Any], int, int]:
+        if order.rank == ALL_RANKS and (self.is_divided or not order.batch_size):
+            raise UsageError("the batches of all ranks cannot be joined: the dataset divides itself, or has none.")
         if self.is_divided:
             return items, 0, 0
         if order.is_global:
@@ -166,7 +171,8 @@ class _Stream:
         if len(self.head) < order.world_size:
             raise UsageError(too_few(len(self.head), order.world_size))
         padding = self.head[: -len(items) % order.world_size]
-        return (items + padding)[order.rank :: order.world_size], 0, 0
+        padded = items + padding
+        return padded if order.rank == ALL_RANKS else padded[order.rank :: order.world_size], 0, 0
 
 
 def digest_of(items: Any) -> int:
