@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -65,7 +66,9 @@ class History:
         self._num_ranks = num_ranks
         self._steps: dict[int, dict[str, _Cell]] = {}
         self._last_step: dict[int, int] = {}
-        self._settled: set[int] = set()
+        self._open: list[int] = []
+        """Steps that are not settled: a heap, since a run may have very many."""
+        self._is_open: set[int] = set()
         self._first_time: float | None = None
         self._latest: dict[str, tuple[int, _Cell]] = {}
         self.last_by_rank: dict[int, Row] = {}
@@ -75,7 +78,9 @@ class History:
         """Take in one report that came at `now_s`."""
         self._first_time = now_s if self._first_time is None else self._first_time
         step = self._steps.setdefault(report.step, {})
-        self._settled.discard(report.step)
+        if report.step not in self._is_open:
+            self._is_open.add(report.step)
+            heapq.heappush(self._open, report.step)
         for name, value in report.metrics.items() if report.weight else ():  # nothing counts of an empty slice
             cell = step.setdefault(name, _Cell(report.reduce.get(name, "mean")))
             cell.values.append((report.rank, value, report.weight))
@@ -95,8 +100,9 @@ class History:
         if len(self._last_step) < self._num_ranks and is_early:
             return
         slowest = min(self._last_step.values(), default=0)
-        for step in sorted(step for step in self._steps if step < slowest and step not in self._settled):
-            self._settled.add(step)
+        while self._open and self._open[0] < slowest:
+            step = heapq.heappop(self._open)
+            self._is_open.remove(step)
             if self._steps[step]:
                 yield self._row(step)
 

@@ -61,13 +61,15 @@ def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return [*values, owner, attributes]
 
 
-def load_states(things: list[Any], states: list[dict[str, Any]]) -> list[str]:
+def load_states(things: list[Any], states: list[dict[str, Any] | None]) -> list[str]:
     """Load what came back from rank 0 into the caller's own objects, in place, on their own devices.
 
     Gives a sentence for each that could not take its state, because the function changed its structure.
     """
     problems = []
     for thing, state in zip(things, states, strict=False):
+        if state is None:
+            continue
         try:
             with torch.no_grad():
                 thing.load_state_dict(state)

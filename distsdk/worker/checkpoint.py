@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.errors import CheckpointError
 from distsdk.storage.commit import committed_folder, read_json, write_json
@@ -19,8 +20,17 @@ MANIFEST_FILE = "manifest.json"
 
 
 def state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved: each object's ``state_dict()`` if it has one, else the value itself."""
-    return {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
+    """What is saved: each object's ``state_dict()`` if it has one, else the value itself. A model that is compiled, or
+    inside a DistributedDataParallel, has the names of the bare one."""
+    bare = {key: bare_model(value) for key, value in state.items()}
+    return {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in bare.items()}
+
+
+def bare_model(thing: Any) -> Any:
+    """What ``torch.compile`` and DistributedDataParallel have wrapped; anything else as it is."""
+    while hasattr(thing, "_orig_mod") or isinstance(thing, DistributedDataParallel):
+        thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
+    return thing
 
 
 def write_checkpoint(run_dir: str, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> str:

@@ -24,6 +24,7 @@ from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.losses import loss_problem
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
@@ -217,8 +218,23 @@ class Equipment:
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 
     def trained_models(self) -> list[nn.Module]:
-        """Models that had trainable parameters in the last backward."""
-        return [root for root in self.synchroniser.roots if any(p.requires_grad for p in root.parameters())]
+        """Models that had trainable parameters in the last backward, but for those that are sharded: to bring them together
+        would take all ranks."""
+        roots = [root for root in self.synchroniser.roots if any(p.requires_grad for p in root.parameters())]
+        return [root for root in roots if not any(map(is_sharded_by_fsdp, root.modules()))]
+
+    def states_of(self, things: list[Any]) -> list[dict[str, Any] | None]:
+        """The states of models, optimizers and schedulers that were handed over; None for a model that was sharded."""
+        return [None if self._is_sharded(thing) else thing.state_dict() for thing in things]
+
+    def _is_sharded(self, thing: Any) -> bool:
+        if not isinstance(thing, nn.Module) or not any(map(is_sharded_by_fsdp, thing.modules())):
+            return False
+        self.session.note("warning", (
+            f"a {type(thing).__name__} that was passed in was sharded inside the function: the caller's own object stays "
+            "as it was. Return its full state dict, or save it in a checkpoint."
+        ))  # fmt: skip
+        return True
 
     def tell_trained_captures(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Say once that a model which came along as a captured variable stays as it was in the caller."""

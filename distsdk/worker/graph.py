@@ -29,28 +29,29 @@ def nodes_behind(root: torch.Tensor, limit: int = NODES) -> Iterator[Any]:
 
 
 def tensors_behind(root: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Tensors that were kept for the backward of `root`, nearest first; what hooks would have to compute is left
-    out."""
+    """Tensors that were kept for the backward of `root`, nearest first; what hooks would compute again is left out."""
     for node in nodes_behind(root):
-        for name in _tensor_names(node.__class__):
-            raw = getattr(node, name, None)
-            if raw is not None and getattr(raw, "unpack_hook", None) is None:
-                tensor = _unpacked(node, name.replace("_raw", "", 1))
-                if tensor is not None:
-                    yield tensor
-        if hasattr(node, "saved_tensors") and not _tensor_names(node.__class__):  # a Function written in Python
-            yield from (tensor for tensor in _unpacked(node, "saved_tensors") or () if tensor is not None)
+        for name in _raw_names(node.__class__):
+            raw = _unpacked(node, name)
+            if any(getattr(one, "unpack_hook", None) is not None for one in _listed(raw)):
+                continue
+            plain = "saved_tensors" if name == "_raw_saved_tensors" else name.replace("_raw", "", 1)
+            yield from (kept for kept in _listed(_unpacked(node, plain)) if isinstance(kept, torch.Tensor))
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @lru_cache(maxsize=1000)
-def _tensor_names(kind: Any) -> tuple[str, ...]:
+def _raw_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _unpacked(node: Any, name: str) -> Any:
     try:
         return getattr(node, name)
-    except RuntimeError:  # freed by a backward before this one
+    except (RuntimeError, AttributeError):  # freed by a backward before this one, or not kept at all
         return None
 
 

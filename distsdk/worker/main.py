@@ -197,7 +197,7 @@ class Worker:
                 return self._returned((None, None))  # sys.exit(0): done, and all is well
             return outcome, []
 
-    def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any]] | None]:
+    def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any] | None] | None]:
         """What the function returned and, on rank 0, the states of models, optimizers and schedulers handed over."""
         spec, equipment = self.spec, self.equipment
         check_torch(spec)
@@ -216,7 +216,7 @@ class Worker:
                 raise
             equipment.finish()
             equipment.tell_trained_captures(fn, args, kwargs)
-            return value, [thing.state_dict() for thing in stateful_in(*handed)] if spec.place.rank == 0 else None
+            return value, equipment.states_of(stateful_in(*handed)) if spec.place.rank == 0 else None
 
     def _loaded(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments, in a process that looks to them like the driver's."""

@@ -39,7 +39,7 @@ class Flags:
     step: float
     """Optimizer steps made, modulo `STEPS_TOLD`."""
     factor: float
-    """What this rank's gradients were multiplied by; the mean is 1."""
+    """How much this rank's slice of the batch counts; the mean is 1."""
     has_weight: float
     """1: the user gave a weight."""
     weight: float
@@ -83,13 +83,14 @@ class Replica:
         """True, on all ranks alike, when the buffers are no longer those that it was built for."""
         self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, self._tail)
 
-    def arm(self, flags: Flags, is_late: bool) -> None:
-        """Before backward: the reducer listens, or, when it is to be late, will do so at the end."""
-        self._flags, self._is_late = flags, is_late
+    def arm(self, flags: Flags, scale: float, is_late: bool) -> None:
+        """Before backward: the reducer listens, or, when it is to be late, will do so at the end. `scale`: what gradients
+        are multiplied by first."""
+        self._flags, self._scale, self._is_late = flags, scale, is_late
         if is_late:
             return
         self._before = [(grad := t.grad, -1 if grad is None else grad._version) for t in self.trainable]
-        if (scale := flags.factor * flags.weight) != 1:  # before the reducer takes it
+        if scale != 1:  # before the reducer takes it
             self._scalers = [t.register_post_accumulate_grad_hook(lambda t: _scale(t, scale)) for t in self.trainable]
         self._listen()
 
@@ -109,13 +110,12 @@ class Replica:
             silent = list(range(len(self.trainable)))
         else:
             silent = [i for i, tensor in enumerate(self.trainable) if not self._has_fired(i, tensor.grad)]
-        scale = self._flags.factor * self._flags.weight
         for i in silent:
             tensor = self.trainable[i]
             if tensor.grad is None and id(tensor) in self._sparse:  # the reducer takes no missing sparse gradient
                 tensor.grad = _sparse_nothing(tensor)
-            elif scale != 1:
-                _scale(tensor, scale)
+            elif self._scale != 1:
+                _scale(tensor, self._scale)
             self._reducer._autograd_hook(i)
         self._tail.grad = self._tail_values()
         self._reducer._autograd_hook(len(self.trainable))

@@ -164,14 +164,15 @@ class Share:
             self._tell_batch()
             s.on_digest(self._digest)
         self._move_epoch()
-        reading = Reading(s, TRAINING, iter(self._part), self.reading)
-        if s.is_global and not self.own_distributed:
+        is_split = s.is_global and not self.own_distributed
+        reading = Reading(s, TRAINING, iter(() if is_split else self._part), self.reading)
+        if is_split:
             reading.indices = self._slices(reading)
         return reading
 
     def _whole(self) -> Iterator[Any]:
         with self._sharding.noise.suspended():  # a shuffle must be the same on all ranks, also in mid-training
-            yield from list(self.sampler) if hasattr(self.sampler, "__len__") else self.sampler
+            yield from list(self.sampler) if has_length(self.sampler) else self.sampler
 
     def _slices(self, reading: Reading) -> Iterator[Any]:
         """This rank's slice of each batch; a loader without batches gives the same to every rank."""
@@ -188,7 +189,7 @@ class Share:
     def drawn(self, sampler: Any) -> Iterable[Any]:
         """The sampler's own sequence, the same on all ranks. A finite one is drawn at once, when its first item is
         wanted, so that the streams are swapped once."""
-        if not hasattr(sampler, "__len__"):
+        if not has_length(sampler):
             yield from self._drawn_one_by_one(sampler)
             return
         with self._sharding.drawing():
@@ -291,6 +292,15 @@ class Part:
         if self._deal is block:
             return len(block(range(length), s.rank, s.world_size))
         return math.ceil(length / s.world_size) * (s.world_size if self._deal is together else 1)
+
+
+def has_length(sampler: Any) -> bool:
+    """False for a sampler that may never end; torch's BatchSampler always looks as if it had a length."""
+    try:
+        len(sampler)
+    except TypeError:
+        return False
+    return True
 
 
 def is_private(sampler: Any) -> bool:

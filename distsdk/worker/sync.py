@@ -81,6 +81,8 @@ class Synchroniser:
         self._watched: list[torch.Tensor] = []
         self._signature: list[int] = []
         self._replica: Replica | None = None
+        self._settled_by: Replica | None = None
+        """The one that averaged last."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have used the gradients that were averaged last."""
         self._covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -106,7 +108,7 @@ class Synchroniser:
 
         def noticed_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
-            self._notice_gradients(inputs)
+            self._notice_gradients(outputs, inputs)
             return grad(outputs, inputs, *args, **kwargs)
 
         def noticed_forward(*args: Any) -> Any:
@@ -139,20 +141,26 @@ class Synchroniser:
             run_backward(1.0)
             return
         weight, self.given_weight = self.given_weight, None
-        self.factor = self.weights.factor_of(root) if weight is None else 1.0
-        scale = self.world_size if self._is_sum else 1.0
+        self.factor = self.weights.factor_of(root, is_given=weight is not None)
+        if weight is not None:
+            weight = weight if self.factor else 0.0  # what stands in for an empty slice has no weight
+        self.share = self._counts(weight)
+        scale = float(self.world_size) if self._is_sum else 1.0
         if self._not_syncing or self._has_local:
             if weight is not None:
                 raise UsageError("distsdk.weight(n) cannot be used together with distsdk.no_sync().")
-            scale *= self.factor  # each of several backwards has its own
-            self.share = 1.0
-        else:
-            self.share = self.factor if weight is None else weight
+            scale, self.share = scale * self.share, 1.0  # each of several backwards has its own
         if self._not_syncing:
             self._has_local = True
             run_backward(scale)
             return
         self._reduced(replica, root, weight, lambda: run_backward(scale))
+
+    def _counts(self, weight: float | None) -> float:
+        """How much this rank's gradients count: as its slice, or as the user said; all alike, where losses are sums."""
+        if weight is not None:
+            return weight
+        return (1.0 if self.factor else 0.0) if self._is_sum else self.factor
 
     def _reduced(
         self, replica: Replica, root: torch.Tensor, weight: float | None, run: Callable[[], None], is_late: bool = False
@@ -164,15 +172,16 @@ class Synchroniser:
             stop=float(self.stop_asked),
             is_late=float(is_late),
             step=step,
-            factor=1.0 if self._has_local else self.factor,
+            factor=self.factor,
             has_weight=float(weight is not None),
             weight=1.0 if weight is None else weight,
             ends=float(self.ending.is_here),
         )
         try:
-            replica.arm(flags, is_late=self._is_nested or is_late)
+            replica.arm(flags, self.share, is_late=self._is_nested or is_late)
             run()
             means = replica.settle()
+            self._settled_by = replica
         except BaseException:
             self._forget_replica()
             raise
@@ -197,7 +206,8 @@ class Synchroniser:
         """Average what is in the gradients of `optimizer` unless a backward did: made by hand, or under no_sync."""
         if has_closure or self.world_size == 1:  # the closure will run a backward
             return
-        if optimizer in self._stepped or self._has_local or not self._covers(optimizer):
+        is_fresh = self._settled_by is self._replica and optimizer not in self._stepped and not self._has_local
+        if not is_fresh or not self._covers(optimizer):
             left = self.discovery.foreign()
             if any(p.grad is not None and id(p) not in left for p in _parameters_of(optimizer)):
                 self._average_now()
@@ -219,6 +229,7 @@ class Synchroniser:
         replica = self._current_replica()
         if replica is not None:
             nothing = torch.zeros((), requires_grad=True)
+            self.share = 1.0 if self._has_local else self._counts(None)
             self._reduced(replica, nothing, None, lambda: self._plain_backward(nothing), is_late=True)
 
     def mean(self, loss: Any) -> Any:
@@ -227,16 +238,21 @@ class Synchroniser:
         if not isinstance(loss, (int, float, torch.Tensor)):
             return loss
         total = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
-        total = total * self.factor if self.factor else torch.zeros_like(total)
+        share = (1.0 if self.factor else 0.0) if self._is_sum else self.factor
+        total = total * share if share else torch.zeros_like(total)
         dist.all_reduce(total)
         mean = total if self._is_sum else total / self.world_size
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _notice_gradients(self, inputs: Any) -> None:
-        if self.asked_gradients or self.world_size == 1:
-            return
+    def _notice_gradients(self, outputs: Any, inputs: Any) -> None:
+        """Gradients of parameters are asked for without a backward: they may be put to use by hand."""
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        if any(isinstance(tensor, nn.Parameter) for tensor in wanted):
+        if self.world_size == 1 or not any(isinstance(tensor, nn.Parameter) for tensor in wanted):
+            return
+        root = outputs if isinstance(outputs, torch.Tensor) else next(iter(outputs), None)
+        if isinstance(root, torch.Tensor) and root.grad_fn is not None:
+            self.factor = self.weights.factor_of(root)
+        if not self.asked_gradients:
             self.asked_gradients = True
             self._current_replica()
 
@@ -254,6 +270,8 @@ class Synchroniser:
         return self._replica
 
     def _is_stale(self) -> bool:
+        if self._version < 0:
+            return True
         if self._version != self.discovery.version:
             self._version = self.discovery.version
             if not _same([tensor for _, tensor in self.discovery.named_parameters()], self._watched):
@@ -301,7 +319,7 @@ def _problem(flags: Flags, means: Flags, world_size: int) -> Exception | None:
         return UsageError("distsdk.weight(n) was called on some ranks only: call it on all before the same backward.")
     if flags.has_weight and means.weight <= 0:
         return UsageError("distsdk.weight(n): the weights of all ranks are 0, so no mean can be taken.")
-    if abs(means.factor - 1) > 1e-3 * least:
+    if not flags.has_weight and abs(means.factor - 1) > 1e-3 * least:
         return DivergenceError("the ranks ran this backward on different batches of the loader.")
     return None
 

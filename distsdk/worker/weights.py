@@ -86,10 +86,10 @@ class BatchWeights:
         weight = waiting[0].weight if waiting else self.latest
         return weight is not None and weight.count == 0
 
-    def factor_of(self, root: torch.Tensor) -> float:
+    def factor_of(self, root: torch.Tensor, is_given: bool = False) -> float:
         """The factor for the backward of `root`.
 
-        Raises UsageError when it reaches batches that were divided differently.
+        Raises UsageError when it reaches batches that were divided differently, unless the user gave a weight.
         """
         latest = 1.0 if self.latest is None else self.latest.factor
         if not self._alive or (len(self._alive) == 1 and latest in self._alive):
@@ -100,6 +100,8 @@ class BatchWeights:
         for delivery in found:
             delivery.is_used = True
         factors = {delivery.weight.factor for delivery in found}
+        if len(factors) > 1 and is_given:
+            return max(factors)
         if len(factors) > 1:
             raise UsageError(
                 "one backward reaches several batches that are divided differently over the workers, so no single "
