@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def values_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return [*values, owner, attributes]
 
 
-def load_states(things: list[Any], states: list[dict[str, Any] | None]) -> list[str]:
+def load_states(things: list[Any], states: Sequence[dict[str, Any] | None]) -> list[str]:
     """Load what came back from rank 0 into the caller's own objects, in place, on their own devices.
 
     Gives a sentence for each that could not take its state, because the function changed its structure.

@@ -218,8 +218,8 @@ class Equipment:
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 
     def trained_models(self) -> list[nn.Module]:
-        """Models that had trainable parameters in the last backward, but for those that are sharded: to bring them together
-        would take all ranks."""
+        """Models that had trainable parameters in the last backward, but for those that are sharded: to bring them
+        together would take all ranks."""
         roots = [root for root in self.synchroniser.roots if any(p.requires_grad for p in root.parameters())]
         return [root for root in roots if not any(map(is_sharded_by_fsdp, root.modules()))]
 
@@ -231,8 +231,8 @@ class Equipment:
         if not isinstance(thing, nn.Module) or not any(map(is_sharded_by_fsdp, thing.modules())):
             return False
         self.session.note("warning", (
-            f"a {type(thing).__name__} that was passed in was sharded inside the function: the caller's own object stays "
-            "as it was. Return its full state dict, or save it in a checkpoint."
+            f"a {type(thing).__name__} that was passed in was sharded inside the function: the caller's own object "
+            "stays as it was. Return its full state dict, or save it in a checkpoint."
         ))  # fmt: skip
         return True
 

@@ -84,8 +84,8 @@ class Replica:
         self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, self._tail)
 
     def arm(self, flags: Flags, scale: float, is_late: bool) -> None:
-        """Before backward: the reducer listens, or, when it is to be late, will do so at the end. `scale`: what gradients
-        are multiplied by first."""
+        """Before backward: the reducer listens, or, when it is to be late, will do so at the end. `scale`: what
+        gradients are multiplied by first."""
         self._flags, self._scale, self._is_late = flags, scale, is_late
         if is_late:
             return
