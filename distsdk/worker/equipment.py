@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -97,7 +98,7 @@ class Equipment:
             for module, current in ((contexts, self.context), (sessions, self.session)):
                 self._stack.callback(module.enter, module.enter(current))
             self._stack.callback(enter, enter(self))
-            if self.context.world_size > 1:
+            if dist.is_initialized():
                 self._stack.enter_context(courtesies())
             if self.training.wrap:
                 self._stack.enter_context(self.discovery.watching())
@@ -192,7 +193,7 @@ class Equipment:
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
             self._check_synchronised()
-            if self.synchroniser.num_backwards and not (self.sharding.num_loops or self.sharding.has_foreign):
+            if self.synchroniser.num_backwards and not self.sharding.has_shared_out:
                 self.session.note("warning", _SAME_DATA)
         self.save_models()
 

@@ -59,8 +59,8 @@ class Sharding:
         self.ending = Ending()
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
-        self.has_foreign = False
-        """True when a loader was met that something else shares out."""
+        self.has_foreign = self.has_read_whole = False
+        """True when a loader was met that something else shares out; when training read one whole, and was told."""
         self.is_joined = False
         """True: this process stands for `world_size` ranks, see `standing_for`."""
         self.is_automatic = True
@@ -68,6 +68,11 @@ class Sharding:
         self.rules: weakref.WeakKeyDictionary[DataLoader[Any], Rule] = weakref.WeakKeyDictionary()
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share | StreamShare] = weakref.WeakKeyDictionary()
         self._num_shares = 0
+
+    @property
+    def has_shared_out(self) -> bool:
+        """True when it is known where the data of this training came from."""
+        return bool(self.num_loops) or self.has_foreign or self.has_read_whole
 
     @contextmanager
     def of_all_loaders(self) -> Iterator[None]:
@@ -197,6 +202,7 @@ class Sharding:
         self.noise.close(reading.window)
         now, before = self.progress(), reading.progress_at_start
         if reading.mode == EVALUATION and now[1] > before[1]:
+            self.has_read_whole = True
             self.note("warning", (
                 f"the loader read at {user_line()} was read whole by every worker, since all models were in eval mode, "
                 "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "

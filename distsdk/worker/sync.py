@@ -144,8 +144,8 @@ class Synchroniser:
         self.factor = self.weights.factor_of(root, is_given=weight is not None)
         if weight is not None:
             weight = weight if self.factor else 0.0  # what stands in for an empty slice has no weight
-        self.share = self._counts(weight)
-        scale = float(self.world_size) if self._is_sum else 1.0
+        self.share = self.factor if weight is None else weight
+        scale = self.world_size / self.factor if self._is_sum and self.factor else 1.0
         if self._not_syncing or self._has_local:
             if weight is not None:
                 raise UsageError("distsdk.weight(n) cannot be used together with distsdk.no_sync().")
@@ -155,12 +155,6 @@ class Synchroniser:
             run_backward(scale)
             return
         self._reduced(replica, root, weight, lambda: run_backward(scale))
-
-    def _counts(self, weight: float | None) -> float:
-        """How much this rank's gradients count: as its slice, or as the user said; all alike, where losses are sums."""
-        if weight is not None:
-            return weight
-        return (1.0 if self.factor else 0.0) if self._is_sum else self.factor
 
     def _reduced(
         self, replica: Replica, root: torch.Tensor, weight: float | None, run: Callable[[], None], is_late: bool = False
@@ -229,7 +223,7 @@ class Synchroniser:
         replica = self._current_replica()
         if replica is not None:
             nothing = torch.zeros((), requires_grad=True)
-            self.share = 1.0 if self._has_local else self._counts(None)
+            self.share = 1.0 if self._has_local else self.factor
             self._reduced(replica, nothing, None, lambda: self._plain_backward(nothing), is_late=True)
 
     def mean(self, loss: Any) -> Any:
