@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from distsdk.worker.replacing import replaced
 from distsdk.worker.share import EVALUATION, TRAINING, Ending, Reading, Share, distributed_sampler_in, user_line
 from distsdk.worker.stream_share import StreamShare
 from distsdk.worker.streams import Fetched, digest_of_dataset, fetching
-from distsdk.worker.weights import BatchWeights, Weight
+from distsdk.worker.weights import BatchWeights, Weight, is_power_of_two
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,10 @@ class Sharding:
         if reading.mode == TRAINING and not reading.window:
             self._open(reading, iterator)
         try:
-            batch = reading.step(lambda: self._fetched(iterator, next_of), self.ending)
+            if reading.is_stream:
+                batch = reading.step(lambda: self._fetched(iterator, next_of), self.ending)
+            else:
+                batch = next_of(iterator)
         except StopIteration:
             self._on_exhausted(reading, iterator._index_sampler)
             raise
@@ -162,8 +165,12 @@ class Sharding:
         if isinstance(batch, Fetched):
             batch, weight = self._received(batch)
         batch = batch if self.device == "cpu" else moved(batch, self.device)
-        self.weights.deliver(batch, weight, reading.mode == TRAINING)
+        self.weights.deliver(batch, weight, reading.mode == TRAINING and self._is_inspected_next())
         return batch
+
+    def _is_inspected_next(self) -> bool:
+        """True when the next backward is one whose loss is looked at: the first, second, fourth, ..."""
+        return is_power_of_two(self.progress()[0] + 1)
 
     def _open(self, reading: Reading, iterator: Any) -> None:
         """A training loop begins; one that is left early ends when its iterator is freed."""
@@ -175,10 +182,8 @@ class Sharding:
 
     def _fetched(self, iterator: Any, next_of: Any) -> Any:
         """The next batch. A stream that is read in this process draws from the common streams, as on all ranks."""
-        if isinstance(iterator._index_sampler, StreamShare) and not iterator._num_workers:
-            with self.drawing():
-                return next_of(iterator)
-        return next_of(iterator)
+        with nullcontext() if iterator._num_workers else self.drawing():
+            return next_of(iterator)
 
     def _received(self, fetched: Fetched) -> tuple[Any, Weight | None]:
         if fetched.digest is not None:
@@ -217,8 +222,9 @@ class Sharding:
 
 
 def _reading_of(iterator: Any) -> Reading | None:
+    if type(iterator._sampler_iter) is Reading:
+        return iterator._sampler_iter
     share = iterator._index_sampler
     if not isinstance(share, (Share, StreamShare)):
         return None
-    own = iterator._sampler_iter
-    return own if isinstance(own, Reading) else share.reading
+    return share.reading  # it is read on from the middle, by a loader with a state

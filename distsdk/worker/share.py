@@ -44,7 +44,9 @@ class Ending:
 class Reading:
     """One iteration over a loader: the indices of its batches, with what is remembered until the end of it."""
 
-    def __init__(self, sharding: Sharding, mode: str, indices: Iterator[Any], previous: Reading | None) -> None:
+    def __init__(
+        self, sharding: Sharding, mode: str, indices: Iterator[Any], previous: Reading | None, is_stream: bool = False
+    ) -> None:
         self.mode = mode
         self.slices: deque[Weight | None] = deque()
         """The weights of the batches that were asked for and not delivered yet."""
@@ -56,6 +58,7 @@ class Reading:
         self._ahead: Any = None
         """What was fetched ahead, of a stream that divides itself: the last batch has to be known as the last."""
         self.indices = indices
+        self.is_stream = is_stream
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -37,14 +37,14 @@ class StreamShare:
         s = self._sharding
         if self.is_evaluating():
             self._mode = self._mode or EVALUATION
-            self.reading = Reading(s, EVALUATION, iter(self.sampler), self.reading)
+            self.reading = Reading(s, EVALUATION, iter(self.sampler), self.reading, is_stream=True)
             return self.reading
         if not self._mode:
             self._tell_batch()
         self._mode = TRAINING
         s.on_training_loop()
         s.num_loops += 1
-        self.reading = Reading(s, TRAINING, itertools.repeat(self._order), self.reading)
+        self.reading = Reading(s, TRAINING, itertools.repeat(self._order), self.reading, is_stream=True)
         return self.reading
 
     def is_evaluating(self) -> bool:

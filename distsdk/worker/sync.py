@@ -15,7 +15,6 @@ averaged at the optimizer step.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,7 +30,10 @@ from distsdk.worker.discovery import Discovery
 from distsdk.worker.replacing import replaced
 from distsdk.worker.replica import STEPS_TOLD, Flags, Replica
 from distsdk.worker.share import Ending
-from distsdk.worker.weights import BatchWeights
+from distsdk.worker.weights import BatchWeights, is_power_of_two
+
+_STEPPED_AT = "_distsdk_stepped_at"
+"""Attribute of an optimizer: how many times gradients had been averaged when it made its last step."""
 
 
 class Synchroniser:
@@ -83,10 +85,8 @@ class Synchroniser:
         self._replica: Replica | None = None
         self._settled_by: Replica | None = None
         """The one that averaged last."""
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that have used the gradients that were averaged last."""
-        self._covered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers all of whose parameters the replica holds."""
+        self._covered: set[int] = set()
+        """Ids of optimizers all of whose parameters the replica holds; as long as there is no new one."""
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Synchroniser:
 
     def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:
         self.num_backwards += 1
-        if self.world_size > 1 and self.num_backwards & (self.num_backwards - 1) == 0:
+        if self.world_size > 1 and is_power_of_two(self.num_backwards):
             self._on_loss(root)
         replica = self._current_replica()
         if replica is None:
@@ -187,7 +187,6 @@ class Synchroniser:
     def _settled(self, flags: Flags, means: Flags) -> None:
         self.num_synchronised += 1
         self._has_local = False
-        self._stepped.clear()
         self.stop_agreed = bool(means.stop)
         self.ending.is_agreed = bool(means.ends)
         if flags.has_weight and means.weight > 0:
@@ -200,23 +199,24 @@ class Synchroniser:
         """Average what is in the gradients of `optimizer` unless a backward did: made by hand, or under no_sync."""
         if has_closure or self.world_size == 1:  # the closure will run a backward
             return
-        is_fresh = self._settled_by is self._replica and optimizer not in self._stepped and not self._has_local
+        stepped_at = vars(optimizer).get(_STEPPED_AT, -1)
+        is_fresh = self._settled_by is self._replica and stepped_at < self.num_synchronised and not self._has_local
         if not is_fresh or not self._covers(optimizer):
             left = self.discovery.foreign()
             if any(p.grad is not None and id(p) not in left for p in _parameters_of(optimizer)):
                 self._average_now()
-        self._stepped.add(optimizer)
+        vars(optimizer)[_STEPPED_AT] = self.num_synchronised
 
     def _covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """True when the last averaging was of all that `optimizer` trains."""
         if self._replica is None:
             return False
-        if self._version != self.discovery.version or optimizer not in self._covered:
+        if self._version != self.discovery.version or id(optimizer) not in self._covered:
             ids, left = self._replica.ids, self.discovery.foreign()
             parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]
             if not all(id(p) in ids or id(p) in left for p in parameters):
                 return False
-            self._covered.add(optimizer)
+            self._covered.add(id(optimizer))
         return True
 
     def _average_now(self) -> None:

@@ -5,16 +5,19 @@ No collective is involved, so a check cannot hang, and it is exact: every bit of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 FINAL_STEP = -1
 """Step number of the fingerprint at the end of the function."""
 RARELY = 1000
 """After the first doublings, every so many steps."""
-_CHUNK = 1 << 20
-_INT_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD, _CHUNK = 8, 1 << 16
+"""Bytes of a word; words that are summed at once."""
 
 
 def is_checked(step: int) -> bool:
@@ -23,23 +26,38 @@ def is_checked(step: int) -> bool:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A 64-bit sum of the tensor's raw bits, each element weighted by its position: order counts.
+    """A 64-bit sum of the tensor's raw bits, each word weighted by its position: order counts.
 
-    Element k of the bit pattern, as an integer, counts (2 k + 1) times, modulo 2**64; a change of one element always
-    shows, since odd weights are invertible there.
+    Word k of 64 bits (the last one filled up with zeros) counts (2 k + 1) times, modulo 2**64; a change of one word
+    always shows, since odd weights are invertible there.
     """
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return 0
     if flat.is_sparse or flat.layout != torch.strided:
         flat = flat.to_dense().reshape(-1)
-    bits = flat.contiguous().view(_INT_BY_SIZE.get(flat.element_size(), torch.uint8))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, dtype=torch.int64, device=bits.device)
-        total += (part * weights).sum()
-    return int(total)
+    if flat.numel() == 0:
+        return 0
+    raw = flat.contiguous().view(torch.uint8).cpu().numpy()
+    whole = raw.size - raw.size % _WORD
+    total = _weighted_sum(raw[:whole].view(np.uint64))
+    if whole < raw.size:
+        last = np.zeros(_WORD, np.uint8)
+        last[: raw.size - whole] = raw[whole:]
+        total += int(last.view(np.uint64)[0]) * (2 * (whole // _WORD) + 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _weighted_sum(words: Any) -> int:
+    """Sum of (2 k + 1) * words[k], modulo 2**64."""
+    total = 0
+    for start in range(0, words.size, _CHUNK):
+        part = words[start : start + _CHUNK]
+        total += int(np.dot(part, _odd_numbers()[: part.size])) + 2 * start * int(part.sum())
+    return total % 2**64
+
+
+@functools.cache
+def _odd_numbers() -> Any:
+    return np.arange(1, 2 * _CHUNK, 2, dtype=np.uint64)
 
 
 class Verifier:

@@ -48,14 +48,14 @@ class BatchWeights:
     latest: Weight | None = None
     """Of the batch that was delivered last; None: all ranks count the same."""
     latest_size: int | None = None
-    """Samples in it, here; None: it is not one to train on, or that cannot be said."""
+    """Samples in it, here; None: it is not one to train on, or its loss is not looked at."""
     _by_storage: dict[int, tuple[Any, _Delivery]] = field(default_factory=dict)
     _alive: Counter[float] = field(default_factory=Counter)
     _recent: deque[_Delivery] = field(default_factory=lambda: deque(maxlen=8))
 
-    def deliver(self, batch: Any, weight: Weight | None, is_training: bool = True) -> None:
+    def deliver(self, batch: Any, weight: Weight | None, is_measured: bool = True) -> None:
         """The user is given `batch`."""
-        self.latest, self.latest_size = weight, size_of(batch) if is_training else None
+        self.latest, self.latest_size = weight, size_of(batch) if is_measured else None
         if weight is None:
             return
         delivery = _Delivery(weight)
@@ -148,6 +148,11 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def is_power_of_two(number: int) -> bool:
+    """True for 1, 2, 4, 8, ..."""
+    return number > 0 and number & (number - 1) == 0
 
 
 def size_of(batch: Any) -> int | None:
