@@ -175,6 +175,8 @@ class Sharding:
     def _open(self, reading: Reading, iterator: Any) -> None:
         """A training loop begins; one that is left early ends when its iterator is freed."""
         self.noise.close(reading.before)
+        if not self.noise.is_open:
+            self.weights.begin()
         reading.window = self.noise.open()
         if hasattr(iterator, "_in_order"):  # weights are counted off in order
             iterator._in_order = True

@@ -51,7 +51,15 @@ class BatchWeights:
     """Samples in it, here; None: it is not one to train on, or its loss is not looked at."""
     _by_storage: dict[int, tuple[Any, _Delivery]] = field(default_factory=dict)
     _alive: Counter[float] = field(default_factory=Counter)
-    _recent: deque[_Delivery] = field(default_factory=lambda: deque(maxlen=8))
+    _recent: deque[_Delivery] = field(default_factory=lambda: deque(maxlen=64))
+    _last_used: _Delivery | None = None
+    _num_ahead: int | None = None
+    """How many batches the user had fetched ahead at the first backward of this loop; None: there was none yet."""
+
+    def begin(self) -> None:
+        """A training loop begins."""
+        self._recent.clear()
+        self._last_used = self._num_ahead = None
 
     def deliver(self, batch: Any, weight: Weight | None, is_measured: bool = True) -> None:
         """The user is given `batch`."""
@@ -81,9 +89,8 @@ class BatchWeights:
 
     def is_stand_in(self) -> bool:
         """True while the batch in use, as far as can be said before its backward, is a stand-in for an empty slice."""
-        living = {id(delivery) for _, delivery in self._by_storage.values()}
-        waiting = [delivery for delivery in self._recent if not delivery.is_used and id(delivery) in living]
-        weight = waiting[0].weight if waiting else self.latest
+        in_line = self._in_line()
+        weight = self.latest if in_line is None else in_line.weight
         return weight is not None and weight.count == 0
 
     def factor_of(self, root: torch.Tensor, is_given: bool = False) -> float:
@@ -91,28 +98,43 @@ class BatchWeights:
 
         Raises UsageError when it reaches batches that were divided differently, unless the user gave a weight.
         """
-        latest = 1.0 if self.latest is None else self.latest.factor
-        if not self._alive or (len(self._alive) == 1 and latest in self._alive):
-            if self._recent:
-                self._recent[-1].is_used = True
-            return latest
+        if not self._recent and not self._alive:
+            return 1.0
+        waiting = [delivery for delivery in self._recent if not delivery.is_used]
+        if self._num_ahead is None:
+            self._num_ahead = max(len(waiting) - 1, 0)
+        factors = {*self._alive, *(delivery.weight.factor for delivery in waiting)}
+        factors.add(1.0 if self.latest is None else self.latest.factor)
+        if len(factors) == 1:
+            return self._used([self._in_line()], factors.pop())
         found = self._deliveries_behind(root)
-        for delivery in found:
-            delivery.is_used = True
-        factors = {delivery.weight.factor for delivery in found}
-        if len(factors) > 1 and is_given:
-            return max(factors)
-        if len(factors) > 1:
+        factors = {delivery.weight.factor for delivery in found if delivery is not None}
+        if len(factors) > 1 and not is_given:
             raise UsageError(
                 "one backward reaches several batches that are divided differently over the workers, so no single "
                 'weight is right. With batch="global": run a backward for each, or make the batch sizes of the '
                 "loaders divisible by the number of workers (drop_last=True), or call distsdk.weight(n)."
             )
-        return factors.pop() if factors else latest
+        return self._used(found, max(factors, default=1.0 if self.latest is None else self.latest.factor))
 
-    def _deliveries_behind(self, root: torch.Tensor) -> list[_Delivery]:
-        """What the graph of `root` holds tensors of; where it holds none (they were cast, or moved), the latest that
-        has as many samples as what is nearest to the loss."""
+    def _used(self, deliveries: list[_Delivery | None], factor: float) -> float:
+        for delivery in deliveries:
+            if delivery is not None:
+                delivery.is_used, self._last_used = True, delivery
+        return factor
+
+    def _in_line(self) -> _Delivery | None:
+        """By the order of events, the batch that is trained on next: the latest, or as many before it as were fetched
+        ahead."""
+        waiting = [delivery for delivery in self._recent if not delivery.is_used]
+        if not waiting:
+            return self._last_used
+        ahead = len(waiting) - 1 if self._num_ahead is None else self._num_ahead
+        return waiting[max(-1 - ahead, -len(waiting))]
+
+    def _deliveries_behind(self, root: torch.Tensor) -> list[_Delivery | None]:
+        """What the graph of `root` holds tensors of. Where it holds none (they were converted): by the order of events,
+        the one that has as many samples as what is nearest to the loss."""
         found: dict[int, _Delivery] = {}
         size = None
         for tensor in tensors_behind(root):
@@ -120,10 +142,14 @@ class BatchWeights:
             delivery = self._by_storage.get(storage_of(tensor), (None, None))[1]
             if delivery is not None:
                 found[id(delivery)] = delivery
-        if found or size is None:
+        if found:
             return list(found.values())
-        fitting = [delivery for delivery in reversed(self._recent) if max(delivery.weight.count, 1) == size]
-        return fitting[:1]
+        in_line = self._in_line()
+        if self.latest is None or in_line is None:
+            return []
+        candidates = [in_line, *reversed(self._recent)]
+        fitting = [one for one in candidates if size is None or max(one.weight.count, 1) == size]
+        return [*fitting[:1]] or [in_line]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

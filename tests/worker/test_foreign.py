@@ -64,6 +64,25 @@ def test_fully_shard(capfd: pytest.CaptureFixture[str]) -> None:
     assert_left_alone(*with_and_without_us(foreign.fully_sharded_by_parameter, capfd=capfd))
 
 
+def test_batch_norm_in_the_users_own_ddp_is_theirs_with_a_global_batch_too() -> None:
+    assert_left_alone(on_two(foreign.own_ddp, batch="global").values, on_two(foreign.own_ddp, wrap=False).values)
+
+
+def test_the_users_own_ddp_over_batches_that_distsdk_splits_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """Slices of 3 and 2 samples count alike in it."""
+
+    def train() -> None:
+        data, model = Rows(), DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = foreign.optimizer_of(model)
+        for x, y in DataLoader(data, batch_size=5):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    on_two(train, batch="global")
+    assert "DistributedDataParallel" in capfd.readouterr().err
+
+
 def test_the_checkpoint_made_for_a_model_in_the_users_own_ddp_fits_the_bare_one() -> None:
     result = on_two(foreign.own_ddp)
     model = small()
@@ -150,8 +169,9 @@ def test_lightning_that_knows_of_one_device_only_trains_one_model_all_the_same()
     for mine, other in zip(*ours, strict=True):
         assert torch.equal(mine[0], other[0])
         assert sorted(mine[1] + other[1]) == sorted(list(range(ROWS)) * EPOCHS)
-        assert mine[3] == other[3] in (0, ROWS * EPOCHS)  # all validation data on each rank
-        assert mine[4] == (1, NUM_STEPS)
+        assert mine[4] == other[4] == (1, NUM_STEPS)
+    num_tried = 2 * foreign.BATCH  # validation is tried out first, and then has all data on each rank
+    assert [mine[3] for mine in ours[0]] == [mine[3] for mine in ours[1]] == [num_tried + ROWS * EPOCHS, 0]
 
 
 @needs("accelerate")
