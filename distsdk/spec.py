@@ -13,7 +13,7 @@ LOG_CHOICES = ("rank0", "all", "none")
 START_CHOICES = ("auto", "fork", "exec")
 BATCH_CHOICES = ("per_worker", "global")
 LOSS_REDUCTION_CHOICES = ("mean", "sum")
-DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "comm_hook", "gradient_as_bucket_view"})
+DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "comm_hook", "gradient_as_bucket_view", "shared_memory"})
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "powerSGD")
 """How gradients are compressed on their way; names as in torch.distributed.algorithms.ddp_comm_hooks."""
 
@@ -64,8 +64,9 @@ class Options:
     """"mean": losses are means over the samples of a batch, gradients are averaged over the workers; "sum": losses are
     summed over them, and so are gradients."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for DistributedDataParallel: bucket_cap_mb (MB), gradient_as_bucket_view, and comm_hook, one of
-    "fp16_compress", "bf16_compress", "powerSGD"."""
+    """Arguments for DistributedDataParallel: bucket_cap_mb (MB), gradient_as_bucket_view; comm_hook, one of
+    "fp16_compress", "bf16_compress", "powerSGD"; and shared_memory (default True): whether CPU gradients of workers on
+    one machine are averaged through shared memory instead of gloo."""
     seed: int | None = None
     """Seed of the run, 0 to 2**63 - 1; None: drawn, and recorded in the Result."""
     timeout: float | None = None

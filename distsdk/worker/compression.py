@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsdk.worker.shared_memory import mean_by_gloo
+
 
 def compressing(name: str, tail: torch.Tensor) -> tuple[Any, Callable[[Any, Any], Any]]:
     """State and hook for a reducer; `name` as in the option."""
@@ -18,18 +20,11 @@ def compressing(name: str, tail: torch.Tensor) -> tuple[Any, Callable[[Any, Any]
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if any(parameter is tail for parameter in bucket.parameters()):
-            return _mean(bucket)
+            return mean_by_gloo(bucket.buffer(), dist.get_world_size())
         compressed: torch.futures.Future[torch.Tensor] = compress(state, bucket)
         return compressed
 
     return state, hook
-
-
-def _mean(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    values = bucket.buffer()
-    work: Any = dist.all_reduce(values.div_(dist.get_world_size()), async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
 
 
 def _hook_named(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:

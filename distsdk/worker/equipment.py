@@ -29,6 +29,7 @@ from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.losses import loss_problem
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
+from distsdk.worker.shared_memory import SharedMemory, is_possible
 from distsdk.worker.sync import Synchroniser
 from distsdk.worker.verify import FINAL_STEP, Verifier
 
@@ -76,7 +77,7 @@ class Equipment:
             self.session.note, self._keep_models, agreed, self._send_data_digest,
         )  # fmt: skip
         self.synchroniser = Synchroniser(
-            self.discovery, self.sharding.weights, self.sharding.ending, context.world_size, training.ddp,
+            self.discovery, self.sharding.weights, self.sharding.ending, context.world_size, training.ddp, self._hook,
             training.loss_reduction == "sum", lambda: self.verifier.step, self._on_first_backward, self._inspect_loss,
             self.session.note,
         )  # fmt: skip
@@ -87,8 +88,20 @@ class Equipment:
         self._models: list[nn.Module] = []
         """Those of the last training loop, kept so that they can still be compared when the function has returned."""
         self._num_data_digests = 0
+        self._agreed = agreed
+        self._shared_memory: SharedMemory | None = None
         self._stack: ExitStack | None = None
         self._is_installed = False
+
+    def _hook(self) -> Any:
+        """How the reducer averages, on one machine: through shared memory; None: as torch does it."""
+        context = self.context
+        wanted = self.training.ddp.get("shared_memory", True)
+        if self._shared_memory is None and wanted and is_possible(
+            context.world_size, context.local_world_size, context.device
+        ):  # fmt: skip
+            self._shared_memory = SharedMemory(context.rank, context.world_size, self._agreed)
+        return self._shared_memory.hook if self._shared_memory else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

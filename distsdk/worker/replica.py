@@ -65,6 +65,7 @@ class Replica:
         slots: list[Slot],
         known: Known,
         ddp: Mapping[str, Any],
+        hook: Any = None,
     ) -> None:
         self.trainable = trainable
         self.ids = frozenset(map(id, trainable))
@@ -85,7 +86,8 @@ class Replica:
         self._scalers: list[Any] = []
         self.must_rebuild = False
         """True, on all ranks alike, when the buffers are no longer those that it was built for."""
-        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, self._tail)
+        hooks = compressing(ddp["comm_hook"], self._tail) if "comm_hook" in ddp else (None, hook)
+        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, hooks)
 
     def arm(self, flags: Flags, scale: float, is_late: bool) -> None:
         """Before backward: the reducer listens, or, when it is to be late, will do so at the end. `scale`: what
@@ -229,13 +231,15 @@ class _Tensors(nn.Module):
         return iter((f"t{i}", holder.tensor) for i, holder in enumerate(self._holders))
 
 
-def _build_reducer(tensors: list[torch.Tensor], sparse: set[int], ddp: Mapping[str, Any], tail: torch.Tensor) -> Any:
-    options = {name: value for name, value in ddp.items() if name != "comm_hook"}
+def _build_reducer(
+    tensors: list[torch.Tensor], sparse: set[int], ddp: Mapping[str, Any], hooks: tuple[Any, Any]
+) -> Any:
+    options = {name: value for name, value in ddp.items() if name not in ("comm_hook", "shared_memory")}
     with warnings.catch_warnings(), _no_initial_broadcast() as arguments:
         warnings.simplefilter("ignore")
         reducer = DistributedDataParallel(_Tensors(tensors, sparse), **arguments, **options).reducer
-        if "comm_hook" in ddp:
-            dist._register_comm_hook(reducer, *compressing(ddp["comm_hook"], tail))  # type: ignore[attr-defined]
+        if hooks[1] is not None:
+            dist._register_comm_hook(reducer, *hooks)  # type: ignore[attr-defined]
     return reducer
 
 

@@ -46,6 +46,7 @@ class Synchroniser:
         ending: Ending,
         world_size: int,
         ddp: Mapping[str, Any],
+        hook: Callable[[], Any],
         is_sum: bool,
         num_steps: Callable[[], int],
         on_first: Callable[[], None],
@@ -70,7 +71,7 @@ class Synchroniser:
         """True once gradients of parameters were asked for without a backward."""
         self.known_buffers = Known()
         self._plain_backward: Callable[..., Any] = torch.autograd.backward
-        self._ddp, self._is_sum, self._num_steps = ddp, is_sum, num_steps
+        self._ddp, self._hook, self._is_sum, self._num_steps = ddp, hook, is_sum, num_steps
         self._on_first, self._on_loss, self._note = on_first, on_loss, note
         self._depth = self._not_syncing = 0
         self._has_local = False
@@ -287,8 +288,9 @@ class Synchroniser:
         if trainable and self.world_size > 1:
             with self.discovery.ignoring():
                 self._replica = Replica(
-                    trainable, self.discovery.sparse(), self.discovery.buffers(), self.known_buffers, self._ddp
-                )
+                    trainable, self.discovery.sparse(), self.discovery.buffers(), self.known_buffers, self._ddp,
+                    self._hook(),
+                )  # fmt: skip
 
     def _forget_replica(self) -> None:
         self._replica, self._watched, self._signature, self.roots = None, [], [], []
