@@ -25,7 +25,7 @@ class BatchStatistics:
     """Decides when batches are normalised together."""
 
     def __init__(
-        self, is_active: Callable[[], bool], is_stand_in: Callable[[], bool], share: Callable[[], float]
+        self, is_active: Callable[[nn.Module], bool], is_stand_in: Callable[[], bool], share: Callable[[], float]
     ) -> None:
         self._is_active = is_active
         self.is_stand_in = is_stand_in
@@ -39,7 +39,7 @@ class BatchStatistics:
         plain = _BatchNorm.forward
 
         def forward(module: _BatchNorm, batch: torch.Tensor) -> torch.Tensor:
-            if not module.training or isinstance(module, nn.SyncBatchNorm) or not self._is_active():
+            if not module.training or isinstance(module, nn.SyncBatchNorm) or not self._is_active(module):
                 unchanged: torch.Tensor = plain(module, batch)
                 return unchanged
             normalised: torch.Tensor = self._normalised(module, batch)

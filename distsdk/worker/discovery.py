@@ -47,9 +47,12 @@ class Discovery:
 
     def __init__(self) -> None:
         self.version = 0
+        self._foreign_version, self._foreign = -1, set[int]()
         self.loading = False
         """True while the payload is unpickled: modules met now were the driver's, not copies made by the function."""
         self._ignoring = False
+        self.wrapped_by_fsdp: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Sharded from outside, which leaves no trace in their class."""
         self.shipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._modules: _InOrder[nn.Module] = _InOrder()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -87,6 +90,8 @@ class Discovery:
             self.remember(module)
             if isinstance(part, nn.Module):
                 self.remember(part)
+                if is_sharded_by_fsdp(module):
+                    self.wrapped_by_fsdp.add(part)
             self.version += 1
 
     def _on_module_state(self, module: nn.Module) -> None:
@@ -120,11 +125,14 @@ class Discovery:
             if is_foreign(module):
                 found.update(map(id, module.modules()))
                 found.update(map(id, module.parameters()))
-        is_fsdp = bool(found) and any(map(is_sharded_by_fsdp, self._modules))
-        for tensor in self._optimizer_parameters():
-            if is_fsdp or is_sharded(tensor):
-                found.add(id(tensor))
+        found.update(id(tensor) for tensor in self._optimizer_parameters() if is_sharded(tensor))
         return found
+
+    def is_foreign(self, module: nn.Module) -> bool:
+        """True for a module that something else synchronises; remembered until something new appears."""
+        if self._foreign_version != self.version:
+            self._foreign_version, self._foreign = self.version, self.foreign()
+        return id(module) in self._foreign
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """What may be trained: parameters of models and whatever optimizers hold, each once, frozen ones too.

@@ -82,8 +82,9 @@ class Equipment:
             self.session.note,
         )  # fmt: skip
         self.batch_statistics = BatchStatistics(
-            lambda: self.sharding.noise.is_open, self.sharding.weights.is_stand_in, lambda: self.synchroniser.share
-        )
+            lambda module: self.sharding.noise.is_open and not self.discovery.is_foreign(module),
+            self.sharding.weights.is_stand_in, lambda: self.synchroniser.share,
+        )  # fmt: skip
         self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
         self._models: list[nn.Module] = []
         """Those of the last training loop, kept so that they can still be compared when the function has returned."""
@@ -212,7 +213,7 @@ class Equipment:
 
     def _check_synchronised(self) -> None:
         """Raise DivergenceError when parameters were trained and no gradient was ever averaged."""
-        trained = self.verifier.step or self.synchroniser.asked_gradients
+        trained = (self.verifier.step or self.synchroniser.asked_gradients) and not self.synchroniser.has_reduced
         if trained and not self.synchroniser.num_synchronised and self.verifier.changed:
             raise DivergenceError(
                 f"parameters were trained ({self.verifier.changed[0]!r} and others), and their gradients never came to "
@@ -242,7 +243,9 @@ class Equipment:
         return [None if self._is_sharded(thing) else thing.state_dict() for thing in things]
 
     def _is_sharded(self, thing: Any) -> bool:
-        if not isinstance(thing, nn.Module) or not any(map(is_sharded_by_fsdp, thing.modules())):
+        if not isinstance(thing, nn.Module):
+            return False
+        if not any(is_sharded_by_fsdp(part) or part in self.discovery.wrapped_by_fsdp for part in thing.modules()):
             return False
         self.session.note("warning", (
             f"a {type(thing).__name__} that was passed in was sharded inside the function: the caller's own object "

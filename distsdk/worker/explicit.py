@@ -58,6 +58,8 @@ def prepare(*objects: Any, exact: bool = False, shard: bool = True) -> Any:
             _prepare_one(equipment, thing, Rule(shard, exact))
         if isinstance(thing, nn.Module) and not hasattr(thing, "no_sync"):
             thing.no_sync = no_sync  # type: ignore[assignment]
+        elif isinstance(thing, DataLoader):
+            _give_set_epoch(thing)
     return objects[0] if len(objects) == 1 else objects
 
 
@@ -72,10 +74,13 @@ def _prepare_one(equipment: Equipment, thing: Any, rule: Rule) -> None:
         equipment.discovery.remember_optimizer(thing)
     elif isinstance(thing, DataLoader):
         equipment.sharding.rules[thing] = rule
-        share = thing._index_sampler
-        sampler: Any = thing.sampler
-        if hasattr(share, "set_epoch") and not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
-            sampler.set_epoch = share.set_epoch
+
+
+def _give_set_epoch(loader: DataLoader[Any]) -> None:
+    """``loader.sampler.set_epoch``; where nothing is shared out it does nothing, so that the bare function runs too."""
+    sampler: Any = loader.sampler
+    if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
+        sampler.set_epoch = getattr(loader._index_sampler, "set_epoch", lambda _epoch: None)
 
 
 def ddp(model: nn.Module, **arguments: Any) -> nn.Module:
@@ -140,10 +145,10 @@ def all_reduce(value: Any, op: str = "mean", weight: float | None = None) -> Any
     """`value` folded over the ranks, the same on all of them. All ranks have to call it.
 
     Args:
-        value: a number, or a tensor of the same shape on all ranks; its graph is left behind. op: "mean" (weighted),
-        "sum", "min" or "max". weight: how much this rank counts in a mean; None: 1, or with batch="global" the number
-        of samples in this rank's
-            slice of the batch that it got last, so that the mean of a loss is that of one process.
+        value: a number, or a tensor of the same shape on all ranks; its graph is left behind.
+        op: "mean" (weighted), "sum", "min" or "max".
+        weight: how much this rank counts in a mean; None: 1, or with batch="global" the number of samples in this
+            rank's slice of the batch that it got last, so that the mean of a loss is that of one process.
 
     Returns:
         A float, or a new tensor of floating point for a mean, else as `value`.
@@ -158,6 +163,7 @@ def all_reduce(value: Any, op: str = "mean", weight: float | None = None) -> Any
     equipment = _in_group()
     if equipment is None:
         return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
+    equipment.synchroniser.has_reduced = True
     counts = equipment.weight_of_report() if weight is None else float(weight)
     return reduced(value, op, counts, equipment.context.device)
 

@@ -115,6 +115,7 @@ class Sharding:
         """What `loader` takes its indices from."""
         rule = self.rules.get(loader)
         if self.world_size == 1 or not (rule.shard if rule else self.is_automatic):
+            self.has_foreign |= rule is not None  # the user has said that it is shared out already
             return sampler
         share = self._shares.get(loader)
         if share is not None and share.sampler is sampler:
@@ -163,7 +164,7 @@ class Sharding:
             raise
         weight = reading.slices.popleft() if reading.slices else None
         if isinstance(batch, Fetched):
-            batch, weight = self._received(batch)
+            batch, weight = self._received(batch, iterator._index_sampler)
         batch = batch if self.device == "cpu" else moved(batch, self.device)
         self.weights.deliver(batch, weight, reading.mode == TRAINING and self._is_inspected_next())
         return batch
@@ -187,8 +188,9 @@ class Sharding:
         with nullcontext() if iterator._num_workers else self.drawing():
             return next_of(iterator)
 
-    def _received(self, fetched: Fetched) -> tuple[Any, Weight | None]:
+    def _received(self, fetched: Fetched, share: StreamShare) -> tuple[Any, Weight | None]:
         if fetched.digest is not None:
+            share.tell_batch()
             self.on_digest(fetched.digest)
         weight = Weight(fetched.count, fetched.total, self.world_size) if fetched.total else None
         return fetched.batch, weight
@@ -215,7 +217,7 @@ class Sharding:
                 "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "
                 "BatchNorm, put only those modules into eval mode."
             ))  # fmt: skip
-        if reading.mode == TRAINING and not share.own_distributed and now[0] == before[0]:
+        if reading.mode == TRAINING and not share.own_distributed and now == before:
             self.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
                 "backward ran: each worker saw its part only. Read evaluation data under torch.no_grad(), or with the "

@@ -174,8 +174,12 @@ class Share:
         return reading
 
     def _whole(self) -> Iterator[Any]:
+        if not has_length(self.sampler):
+            yield from self._drawn_one_by_one(self.sampler)
+            return
         with self._sharding.noise.suspended():  # a shuffle must be the same on all ranks, also in mid-training
-            yield from list(self.sampler) if has_length(self.sampler) else self.sampler
+            order = list(self.sampler)
+        yield from order
 
     def _slices(self, reading: Reading) -> Iterator[Any]:
         """This rank's slice of each batch; a loader without batches gives the same to every rank."""

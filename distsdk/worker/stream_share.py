@@ -39,8 +39,6 @@ class StreamShare:
             self._mode = self._mode or EVALUATION
             self.reading = Reading(s, EVALUATION, iter(self.sampler), self.reading, is_stream=True)
             return self.reading
-        if not self._mode:
-            self._tell_batch()
         self._mode = TRAINING
         s.on_training_loop()
         s.num_loops += 1
@@ -51,9 +49,10 @@ class StreamShare:
         """True when a reading that begins now is for evaluation."""
         return not torch.is_grad_enabled() or self._sharding.is_evaluating()
 
-    def _tell_batch(self) -> None:
+    def tell_batch(self) -> None:
+        """When the first batch has come, and the dataset does not divide itself."""
         s, order = self._sharding, self._order
-        if order.batch_size is None or order.is_divided:
+        if order.batch_size is None:
             return
         if order.is_global:
             s.note("info", f'global batch {order.batch_size}, split over {s.world_size} workers (batch="global")')

@@ -67,6 +67,8 @@ class Synchroniser:
         """How much this rank counts in the backward that runs, or ran last; the mean over the ranks is 1."""
         self.share = 1.0
         """What this rank's incoming gradients count while a backward runs; only ratios between ranks matter."""
+        self.has_reduced = False
+        """True once the function called ``all_reduce``: it may average gradients by itself."""
         self.asked_gradients = False
         """True once gradients of parameters were asked for without a backward."""
         self.known_buffers = Known()
@@ -138,6 +140,7 @@ class Synchroniser:
         replica = self._current_replica()
         if replica is None:
             self._tell_nothing_known()
+            self._tell_unweighted()
             self.stop_agreed = self.stop_asked and self.world_size == 1
             run_backward(1.0)
             return
@@ -258,6 +261,15 @@ class Synchroniser:
                 "each worker trains its own. Give them to an optimizer, or hold them in a module as parameters."
             ))  # fmt: skip
 
+    def _tell_unweighted(self) -> None:
+        latest = self.weights.latest
+        if latest is not None and latest.factor != 1 and self.discovery.foreign():
+            self._note("warning", (
+                'with batch="global" the slices of a batch have different lengths on different ranks, and the '
+                "function's own DistributedDataParallel (or FSDP) averages gradients as if they were equal. Leave the "
+                "model to distsdk, or use a batch size that is divisible by the number of workers, with drop_last=True."
+            ))  # fmt: skip
+
     def _current_replica(self) -> Replica | None:
         """The replica for what is trainable now; built anew when that changed."""
         if self._is_stale():
@@ -304,8 +316,9 @@ def _problem(flags: Flags, means: Flags, world_size: int) -> Exception | None:
     if abs(means.step - flags.step) > least / 2:
         return DivergenceError(
             "the ranks are not at the same optimizer step: in this backward they do not have made the same number of "
-            "steps, so one of them has left out a backward or a step. Decide on values that are the same on all "
-            "ranks (distsdk.all_reduce, distsdk.gather)."
+            "steps, so one of them has left out a backward or a step (or an optimizer steps while backward runs, in a "
+            "hook: let it step afterwards). Decide on values that are the same on all ranks (distsdk.all_reduce, "
+            "distsdk.gather)."
         )
     if least / 2 < means.is_late < 1 - least / 2:
         return DivergenceError(

@@ -69,6 +69,19 @@ def steps(model: nn.Module, data: Rows, sampler: Any) -> None:
             optimizer.step()
 
 
+def wrapped(model: nn.Module, kind: str) -> nn.Module:
+    """`model` in DistributedDataParallel, in FullyShardedDataParallel, or sharded by ``fully_shard``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
 def own_ddp(is_inside_another: bool = False) -> Any:
     data, model = Rows(), DistributedDataParallel(small())
     steps(nn.Sequential(model, nn.Flatten()) if is_inside_another else model, data, DistributedSampler(data))

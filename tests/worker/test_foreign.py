@@ -103,20 +103,13 @@ def test_a_model_that_was_passed_in_and_wrapped_inside_comes_back_trained() -> N
     assert not torch.equal(start, values[0])
 
 
-@pytest.mark.parametrize("kind", ["whole", "by parameter"])
+@pytest.mark.parametrize("kind", ["fsdp", "fully_shard"])
 def test_a_model_that_was_passed_in_and_sharded_inside_is_told_to_stay(
     kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def train(model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
         data = Rows()
-        if kind == "whole":
-            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-        else:
-            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        steps(model, data, DistributedSampler(data))
+        steps(foreign.wrapped(model, kind), data, DistributedSampler(data))
 
     model = small()
     start = flat(model).clone()
@@ -125,21 +118,25 @@ def test_a_model_that_was_passed_in_and_sharded_inside_is_told_to_stay(
     assert capfd.readouterr().err.count("was sharded inside the function") == 1
 
 
-def test_a_model_of_ours_beside_one_in_the_users_own_ddp() -> None:
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fully_shard"])
+def test_a_model_of_ours_beside_one_that_is_wrapped(wrapper: str) -> None:
     """The one is synchronised by distsdk, the other by its wrapper, and each only there."""
 
     def train() -> Any:
-        data, theirs, ours = Rows(), DistributedDataParallel(small()), small()
-        optimizer = foreign.optimizer_of(nn.ModuleList([theirs, ours]))
+        data, ours, theirs = Rows(), small(), foreign.wrapped(small(), wrapper)
+        optimizers = foreign.optimizer_of(ours), foreign.optimizer_of(theirs)
         for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             (theirs(x) - ours(x) - y).square().mean().backward()
-            optimizer.step()
-        return flat(theirs), flat(ours), foreign.num_replicas()
+            for optimizer in optimizers:
+                optimizer.step()
+        return flat(ours), foreign.num_replicas(), data.read
 
-    (theirs, ours, num_replicas), (other_theirs, other_ours, _) = on_two(train).values
-    assert torch.equal(theirs, other_theirs) and torch.equal(ours, other_ours)
+    (ours, num_replicas, read), (other_ours, _, _) = on_two(train).values
+    assert torch.equal(ours, other_ours)
     assert num_replicas == 1
+    assert len(read) == ROWS / 2
 
 
 def test_a_wrapper_made_by_distsdk_is_left_alone_too() -> None:
