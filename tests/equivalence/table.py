@@ -19,11 +19,11 @@ _HEAD = """\
 
 <!-- Written by python -m tests.equivalence.table -->
 
-Every line is a plain training function that the tests run on one worker, and on 2, 3 and 4. With `batch="global"` it has to
-equal one process with the same loader; with `batch="per_worker"`, one process whose batch size is as many times larger.
-Each makes at least 20 optimizer steps, most with momentum and weight decay, in float64 unless it says otherwise. Unless a
-line is about something else the data has 90 samples in batches of 8: the last batch has 2 samples, so that slices are
-uneven and, from three workers on, empty.
+Every line is a plain training function that the tests run on one worker, and on 2, 3 and 4. With `batch="global"` it
+has to equal one process with the same loader; with `batch="per_worker"`, one process whose batch size is as many times
+larger. Each makes at least 20 optimizer steps, most with momentum and weight decay, in float64 unless it says
+otherwise. Unless a line is about something else the data has 90 samples in batches of 8: the last batch has 2 samples,
+so that slices are uneven and, from three workers on, empty.
 
 The figures are those of one run: the largest difference from one process over the largest entry of a tensor, the worst
 of all weights, buffers and losses. At most 1e-10 is allowed, in float32 1e-5. The weights of all ranks are equal bit by
