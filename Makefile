@@ -9,13 +9,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One stamp per set of extras: set-up is done again when what is to be installed changes.
 RUN_STAMP := $(VENV)/.installed-tutorials
 TEST_STAMP := $(VENV)/.installed-test
+FOREIGN_STAMP := $(VENV)/.installed-foreign
+BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: quickstart test test-slow lint types layers docs bench clean help
+.PHONY: quickstart test test-slow foreign lint types layers docs bench clean help
 
 help:
 	@echo "make quickstart   set up, and train a small network on two workers"
 	@echo "make test         set up, and run the tests (test-slow: the long ones)"
+	@echo "make foreign      install what make test tries beside distsdk: Lightning, Accelerate, transformers, torchdata"
 	@echo "make lint types layers docs bench clean"
 
 quickstart: $(RUN_STAMP)
@@ -26,6 +29,8 @@ test: $(TEST_STAMP)
 
 test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: none is marked
+
+foreign: $(FOREIGN_STAMP)
 
 layers: $(TEST_STAMP)
 	$(BIN)/python -m pytest tests/test_layers.py $(PYTEST_ARGS)
@@ -39,8 +44,9 @@ types: $(TEST_STAMP)
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(RUN_STAMP)
+bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_launch.py
+	$(BIN)/python benchmarks/bench_step.py
 
 clean:
 	rm -rf $(VENV) site build dist distsdk_runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
@@ -54,6 +60,14 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt -e ".[test,tutorials]"
+	@touch $@ $(RUN_STAMP)
+
+$(FOREIGN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[test,tutorials,foreign]"
+	@touch $@ $(TEST_STAMP) $(RUN_STAMP)
+
+$(BENCH_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[tutorials,bench]"
 	@touch $@ $(RUN_STAMP)
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -97,14 +97,15 @@ def report(
     numbers = _numbers(metrics)
     folds = _folds(reduce, numbers)
     _check_step(step)
-    if weight is not None and (not isinstance(weight, (int, float)) or not weight > 0 or not math.isfinite(weight)):
+    counts = None if weight is None else as_number(weight)
+    if weight is not None and not (counts and counts > 0 and math.isfinite(counts)):
         raise UsageError(f"report(weight={weight!r}): give a number above 0, for instance the count of samples.")
     if checkpoint is not None and not isinstance(checkpoint, Mapping):
         raise UsageError(
             f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}."
         )
     if _current is not None and _current.pid == os.getpid():
-        _send_report(_current, numbers, step, weight, folds, checkpoint)
+        _send_report(_current, numbers, step, counts, folds, checkpoint)
 
 
 def _send_report(
@@ -118,8 +119,8 @@ def _send_report(
     at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
-    counts = session.default_weight() if weight is None else float(weight)
-    session.send(Reported(context.attempt, context.rank, at, numbers, counts, folds, name))
+    weight = session.default_weight() if weight is None else weight
+    session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds, name))
     session.leave_if_stopping()
 
 

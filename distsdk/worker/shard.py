@@ -162,7 +162,7 @@ class Sharding:
         except StopIteration:
             self._on_exhausted(reading, iterator._index_sampler)
             raise
-        weight = reading.slices.popleft() if reading.slices else None
+        weight = reading.weight_of(iterator._num_yielded)
         if isinstance(batch, Fetched):
             batch, weight = self._received(batch, iterator._index_sampler)
         batch = batch if self.device == "cpu" else moved(batch, self.device)

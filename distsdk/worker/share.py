@@ -50,6 +50,7 @@ class Reading:
         self.mode = mode
         self.slices: deque[Weight | None] = deque()
         """The weights of the batches that were asked for and not delivered yet."""
+        self._num_delivered = 0
         self.progress_at_start = sharding.progress()
         self.window = 0
         """Token of the noise window that is open while this reading trains; 0: none was opened yet."""
@@ -65,6 +66,15 @@ class Reading:
 
     def __next__(self) -> Any:
         return next(self.indices)
+
+    def weight_of(self, number: int) -> Weight | None:
+        """The weight of the batch that is delivered at this place, from 1; a loader with a state skips what is
+        before."""
+        weight = None
+        while self.slices and self._num_delivered < number:
+            weight = self.slices.popleft()
+            self._num_delivered += 1
+        return weight
 
     def step(self, fetch: Callable[[], Any], ending: Ending) -> Any:
         """The next batch. Of a stream that divides itself, the one that was fetched ahead, while the next one is.
