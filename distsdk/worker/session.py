@@ -82,9 +82,9 @@ def report(
             empty when there is a checkpoint.
         step: number of the step, 0 or more; None: counted on each rank from 0, one more than in its last report of
             one of these names, but not before its latest step.
-        weight: how much this rank's values count in a mean, for instance its number of samples; above 0. None: 1, or
-            with batch="global" the number of samples in this rank's slice of the batch that it got last (a rank whose
-            slice is empty does not count).
+        weight: how much this rank's values count in a mean, for instance its number of samples; with 0 they do not
+            count at all. None: 1, or with batch="global" the number of samples in this rank's slice of the batch that
+            it got last (0 when the slice is empty).
         reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
             the highest rank); one for all or by name.
         checkpoint: name to what is saved: objects with ``state_dict`` (model, optimizer, ...) or plain values. Rank 0
@@ -98,8 +98,8 @@ def report(
     folds = _folds(reduce, numbers)
     _check_step(step)
     counts = None if weight is None else as_number(weight)
-    if weight is not None and not (counts and counts > 0 and math.isfinite(counts)):
-        raise UsageError(f"report(weight={weight!r}): give a number above 0, for instance the count of samples.")
+    if weight is not None and not (counts is not None and counts >= 0 and math.isfinite(counts)):
+        raise UsageError(f"report(weight={weight!r}): give a number of at least 0, for instance the count of samples.")
     if checkpoint is not None and not isinstance(checkpoint, Mapping):
         raise UsageError(
             f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}."
