@@ -9,14 +9,15 @@ where a rank's incoming gradient counts as much as its loss does in the mean ove
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from distsdk.worker.replacing import replaced
 
@@ -25,45 +26,70 @@ class BatchStatistics:
     """Decides when batches are normalised together."""
 
     def __init__(
-        self, is_active: Callable[[nn.Module], bool], is_stand_in: Callable[[], bool], share: Callable[[], float]
+        self, is_active: Callable[[Any], bool], is_stand_in: Callable[[], bool], share: Callable[[], float]
     ) -> None:
         self._is_active = is_active
-        self.is_stand_in = is_stand_in
+        """Given a parameter or buffer of the layer."""
+        self._is_stand_in = is_stand_in
         """True while this rank's samples stand in for an empty slice: they do not count."""
-        self.share = share
+        self._share = share
         """How much this rank's loss counts in the backward that runs; only ratios between ranks matter."""
 
     @contextmanager
     def synchronised(self) -> Iterator[None]:
-        """Within it, BatchNorm in training mode normalises over all ranks whenever `is_active` says so."""
-        plain = _BatchNorm.forward
+        """Within it, BatchNorm in training mode normalises over all ranks whenever `is_active` says so: what
+        ``torch.nn.functional`` has for it, so layers of others' making that call it are meant too."""
+        plain = functional.batch_norm
 
-        def forward(module: _BatchNorm, batch: torch.Tensor) -> torch.Tensor:
-            if not module.training or isinstance(module, nn.SyncBatchNorm) or not self._is_active(module):
-                unchanged: torch.Tensor = plain(module, batch)
+        @torch.jit.ignore  # type: ignore[untyped-decorator]  # a scripted layer calls it as it is
+        @functools.wraps(plain)
+        def batch_norm(
+            input: torch.Tensor,
+            running_mean: torch.Tensor | None,
+            running_var: torch.Tensor | None,
+            weight: torch.Tensor | None = None,
+            bias: torch.Tensor | None = None,
+            training: bool = False,
+            momentum: float = 0.1,
+            eps: float = 1e-5,
+        ) -> torch.Tensor:
+            if not training or not self._is_active(running_mean if weight is None else weight):
+                unchanged: torch.Tensor = plain(
+                    input, running_mean, running_var, weight, bias, training, momentum, eps
+                )
                 return unchanged
-            normalised: torch.Tensor = self._normalised(module, batch)
+            running = None if running_mean is None or running_var is None else (running_mean, running_var)
+            normalised: torch.Tensor = self._normalised(input, running, weight, bias, momentum, eps)
             return normalised
 
-        with replaced(_BatchNorm, "forward", forward):
+        with replaced(functional, "batch_norm", batch_norm):
             yield
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _normalised(self, module: _BatchNorm, batch: torch.Tensor) -> torch.Tensor:
-        module._check_input_dim(batch)
-        count = 0 if self.is_stand_in() else batch.numel() // batch.shape[1]
+    def _normalised(
+        self,
+        batch: torch.Tensor,
+        running: tuple[torch.Tensor, torch.Tensor] | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        count = 0 if self._is_stand_in() else batch.numel() // batch.shape[1]
         total, mean, variance = _union(batch.detach(), count)
         if total <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {batch.size()}")
-        if module.track_running_stats and module.running_mean is not None:
-            _track(module, total, mean, variance)
+        if running is not None:
+            _track(running, momentum, total, mean, variance)
         normalised: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            batch, mean, variance, module.eps, total, count, self.share
+            batch, mean, variance, eps, total, count, self._share
         )
         shape = _per_channel(batch)
-        if module.affine:
-            normalised = normalised * module.weight.view(shape) + module.bias.view(shape)
-        return normalised
+        if weight is not None:
+            normalised = normalised * weight.view(shape)
+        if bias is not None:
+            normalised = normalised + bias.view(shape)
+        return normalised.to(batch.dtype)
 
 
 def _per_channel(batch: torch.Tensor) -> list[int]:
@@ -96,13 +122,13 @@ def _union(batch: torch.Tensor, count: int) -> tuple[float, torch.Tensor, torch.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _track(module: Any, total: float, mean: torch.Tensor, variance: torch.Tensor) -> None:
+def _track(
+    running: tuple[torch.Tensor, ...], momentum: float, total: float, mean: torch.Tensor, variance: torch.Tensor
+) -> None:
+    """The running variance is that of the unbiased estimate, as in torch."""
     with torch.no_grad():
-        module.num_batches_tracked.add_(1)
-        momentum = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-        unbiased = variance * (total / (total - 1))
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+        for statistic, value in zip(running, (mean, variance * (total / (total - 1))), strict=True):
+            statistic.lerp_(value.to(statistic.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):
@@ -120,6 +146,7 @@ class _Normalise(torch.autograd.Function):
         return normalised
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> Any:
         normalised, inverse = ctx.saved_tensors
         dims, shape = _other_dims(gradient), _per_channel(gradient)

@@ -125,14 +125,16 @@ class Discovery:
             if is_foreign(module):
                 found.update(map(id, module.modules()))
                 found.update(map(id, module.parameters()))
+                found.update(map(id, module.buffers()))
         found.update(id(tensor) for tensor in self._optimizer_parameters() if is_sharded(tensor))
         return found
 
-    def is_foreign(self, module: nn.Module) -> bool:
-        """True for a module that something else synchronises; remembered until something new appears."""
+    def is_foreign(self, part: Any) -> bool:
+        """True for a module, parameter or buffer that something else synchronises; remembered until something new
+        appears."""
         if self._foreign_version != self.version:
             self._foreign_version, self._foreign = self.version, self.foreign()
-        return id(module) in self._foreign
+        return id(part) in self._foreign
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """What may be trained: parameters of models and whatever optimizers hold, each once, frozen ones too.

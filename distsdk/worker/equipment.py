@@ -82,7 +82,7 @@ class Equipment:
             self.session.note,
         )  # fmt: skip
         self.batch_statistics = BatchStatistics(
-            lambda module: self.sharding.noise.is_open and not self.discovery.is_foreign(module),
+            lambda part: self.sharding.is_training and not self.discovery.is_foreign(part),
             self.sharding.weights.is_stand_in, lambda: self.synchroniser.share,
         )  # fmt: skip
         self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
@@ -140,10 +140,10 @@ class Equipment:
         weight = self.sharding.weights.latest
         return 1.0 if weight is None else float(weight.count)
 
-    def _inspect_loss(self, root: torch.Tensor) -> None:
+    def _inspect_loss(self, root: torch.Tensor, gradient: Any) -> None:
         if self.synchroniser.given_weight is None and not self.discovery.foreign():
             size, reduction = self.sharding.weights.latest_size, self.training.loss_reduction
-            if problem := loss_problem(root, reduction, size, self.context.world_size):
+            if problem := loss_problem(root, gradient, reduction, size, self.context.world_size):
                 self.session.note("warning", problem)
 
     def _send_data_digest(self, digest: int | None) -> None:

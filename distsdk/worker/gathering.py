@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 
 def gathered(obj: Any, is_stand_in: bool, share: Callable[[], float]) -> list[Any]:
@@ -47,6 +48,7 @@ class _Gather(torch.autograd.Function):
         return tuple(parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         share = ctx.share()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -55,16 +55,50 @@ def _unpacked(node: Any, name: str) -> Any:
         return None
 
 
-def terms_of(root: torch.Tensor) -> list[Any]:
-    """The nodes whose values are added up to `root`."""
-    found, waiting = [], [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node.name() in _PASSED:
-            waiting += [following for following, _ in node.next_functions]
-        elif node is not None:
-            found.append(node)
+def terms_of(root: torch.Tensor) -> list[tuple[Any, float]]:
+    """The nodes whose values are added up to `root`, and the constants that they are multiplied by."""
+    found: list[tuple[Any, float]] = []
+    waiting: list[tuple[Any, float]] = [(root.grad_fn, 1.0)]
+    while waiting and len(found) < NODES:
+        node, factor = waiting.pop()
+        parts = None if node is None else _parts(node)
+        if parts is None:
+            found += [] if node is None else [(node, factor)]
+        else:
+            waiting += [(following, factor * scale) for following, scale in parts]
     return found
 
 
-_PASSED = frozenset({"AddBackward0", "CloneBackward0", "ToCopyBackward0", "ReshapeAliasBackward0", "ViewBackward0"})
+def _parts(node: Any) -> list[tuple[Any, float]] | None:
+    """What a node adds up, with factors; None: it is no sum, difference, or product with a constant."""
+    name, following = node.name(), [one for one, _ in node.next_functions]
+    alpha = float(getattr(node, "_saved_alpha", 1) or 1)
+    if name.startswith("AddBackward"):
+        return [(one, scale) for one, scale in zip(following, (1.0, alpha), strict=False)]
+    if name.startswith("SubBackward"):
+        return [(one, scale) for one, scale in zip(following, (1.0, -alpha), strict=False)]
+    if name in _PASSED:
+        return [(one, -1.0 if name == "NegBackward0" else 1.0) for one in following]
+    if name.startswith(("MulBackward", "DivBackward")) and sum(one is not None for one in following) == 1:
+        constant = _constant(node)
+        if constant is not None and following[0] is not None:
+            return [(following[0], 1 / constant if name.startswith("Div") and constant else constant)]
+        if constant is not None and name.startswith("Mul"):
+            return [(following[1], constant)]
+    return None
+
+
+_PASSED = frozenset({
+    "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0",
+})  # fmt: skip
+
+
+def _constant(node: Any) -> float | None:
+    """The number by which a node multiplies or divides."""
+    for name in ("_saved_other", "_saved_self"):
+        value = _unpacked(node, name)
+        if isinstance(value, (int, float)):
+            return float(value)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
+            return float(value)
+    return None

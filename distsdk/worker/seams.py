@@ -17,7 +17,6 @@ SEAMS = (
     "torch.nn.modules.module:register_module_module_registration_hook",
     "torch.nn.modules.module:register_module_parameter_registration_hook",
     "torch.nn.modules.module:register_module_buffer_registration_hook",
-    "torch.nn.modules.batchnorm:_BatchNorm.forward",
     "torch.nn:Module.__setstate__",
     "torch.optim:Optimizer.add_param_group",
     "torch.optim:Optimizer.__setstate__",

@@ -59,6 +59,8 @@ class Sharding:
         self.ending = Ending()
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
+        self.is_training = False
+        """True from the first batch of a training loop on, until something is read for evaluation."""
         self.has_foreign = self.has_read_whole = False
         """True when a loader was met that something else shares out; when training read one whole, and was told."""
         self.is_joined = False
@@ -162,6 +164,7 @@ class Sharding:
         except StopIteration:
             self._on_exhausted(reading, iterator._index_sampler)
             raise
+        self.is_training = reading.mode == TRAINING
         weight = reading.weight_of(iterator._num_yielded)
         if isinstance(batch, Fetched):
             batch, weight = self._received(batch, iterator._index_sampler)

@@ -50,7 +50,7 @@ class Synchroniser:
         is_sum: bool,
         num_steps: Callable[[], int],
         on_first: Callable[[], None],
-        on_loss: Callable[[torch.Tensor], None],
+        on_loss: Callable[[torch.Tensor, Any], None],
         note: Callable[[str, str], None],
     ) -> None:
         self.discovery, self.weights, self.ending = discovery, weights, ending
@@ -78,6 +78,8 @@ class Synchroniser:
         self._depth = self._not_syncing = 0
         self._has_local = False
         """True while gradients are there that were accumulated without being averaged."""
+        self._has_asked = False
+        """True when gradients of parameters were asked for since gradients were averaged last."""
         self._is_nested = False
         """True once backward ran inside backward (reentrant checkpointing). A parameter can then get its gradient in
         several pieces, and the reducer, which takes each as the whole, is armed after the last instead of before."""
@@ -105,13 +107,15 @@ class Synchroniser:
                 return original(tensors, *args, **kwargs)
             self._depth += 1
             try:
+                self._look_at(first, args[0] if args else kwargs.get("grad_tensors"))
                 self._synchronised(first, lambda scale: _scaled(original, scale, tensors, args, kwargs))
             finally:
                 self._depth -= 1
 
         def noticed_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
-            self._notice_gradients(outputs, inputs)
+            if self.world_size > 1 and not self._depth:
+                self._notice_gradients(outputs, inputs)
             return grad(outputs, inputs, *args, **kwargs)
 
         def noticed_forward(*args: Any) -> Any:
@@ -133,10 +137,12 @@ class Synchroniser:
         finally:
             self._not_syncing -= 1
 
-    def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:
+    def _look_at(self, root: torch.Tensor, gradient: Any) -> None:
         self.num_backwards += 1
         if self.world_size > 1 and is_power_of_two(self.num_backwards):
-            self._on_loss(root)
+            self._on_loss(root, gradient)
+
+    def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:
         replica = self._current_replica()
         if replica is None:
             self._tell_nothing_known()
@@ -190,7 +196,7 @@ class Synchroniser:
 
     def _settled(self, flags: Flags, means: Flags) -> None:
         self.num_synchronised += 1
-        self._has_local = False
+        self._has_local = self._has_asked = False
         self.stop_agreed = bool(means.stop)
         self.ending.is_agreed = bool(means.ends)
         if flags.has_weight and means.weight > 0:
@@ -228,6 +234,8 @@ class Synchroniser:
         if replica is not None:
             nothing = torch.zeros((), requires_grad=True)
             self.share = 1.0 if self._has_local else self.factor
+            if self._is_sum and self._has_asked and self.factor and not self._has_local:
+                self.share = float(self.world_size)
             self._reduced(replica, nothing, None, lambda: self._plain_backward(nothing), is_late=True)
 
     def mean(self, loss: Any) -> Any:
@@ -244,15 +252,14 @@ class Synchroniser:
 
     def _notice_gradients(self, outputs: Any, inputs: Any) -> None:
         """Gradients of parameters are asked for without a backward: they may be put to use by hand."""
-        wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        if self.world_size == 1 or not any(isinstance(tensor, nn.Parameter) for tensor in wanted):
-            return
         root = outputs if isinstance(outputs, torch.Tensor) else next(iter(outputs), None)
         if isinstance(root, torch.Tensor) and root.grad_fn is not None:
-            self.factor = self.weights.factor_of(root)
-        if not self.asked_gradients:
-            self.asked_gradients = True
-            self._current_replica()
+            self.factor = self.share = self.weights.factor_of(root)
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        if any(isinstance(tensor, nn.Parameter) for tensor in wanted):
+            is_first, self.asked_gradients, self._has_asked = not self.asked_gradients, True, True
+            if is_first:
+                self._current_replica()
 
     def _tell_nothing_known(self) -> None:
         if self.world_size > 1 and not self._watched and not self.discovery.foreign():
@@ -329,7 +336,11 @@ def _problem(flags: Flags, means: Flags, world_size: int) -> Exception | None:
     if flags.has_weight and means.weight <= 0:
         return UsageError("distsdk.weight(n): the weights of all ranks are 0, so no mean can be taken.")
     if not flags.has_weight and abs(means.factor - 1) > 1e-3 * least:
-        return DivergenceError("the ranks ran this backward on different batches of the loader.")
+        return DivergenceError(
+            "the ranks ran this backward on different batches of a loader: their loaders, or the order in which they "
+            "use the batches, differ. Does the dataset divide itself by rank? Then say distsdk.prepare(loader, "
+            "shard=False)."
+        )
     return None
 
 

@@ -152,19 +152,6 @@ def prefetcher_over_buckets(size):
     return record.value(model)
 
 
-@scenario()
-def converted_batches_of_buckets(size):
-    """Buckets of unequal length, fetched as usual, and trained on as new tensors; every fifth is skipped."""
-    model, record = net(), Record()
-    optimizer = sgd(model.parameters())
-    loader = DataLoader(data(size.length), batch_sampler=Buckets(size.length, size.batch, by_python))
-    for _ in range(2 * size.epochs):
-        for number, (x, y, _) in enumerate(loader):
-            if number % 5:
-                fit(model, optimizer, [((x - 0.1) / 0.9, y.tanh(), None)], 1, record)
-    return record.value(model)
-
-
 @scenario(globally(Size(90, 90, 24)))
 def whole_data_in_one_batch(size):
     """One batch with all samples, fetched once and kept for all steps."""

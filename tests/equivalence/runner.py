@@ -17,11 +17,13 @@ from tests.equivalence.registry import RANKS_ONLY, STRIDES, WHOLE, Mode, Scenari
 SEED = 5
 MIN_STEPS = 20
 TIMEOUT_S = 90
+ENV = {"OMP_NUM_THREADS": "1"}
+"""Two threads for small tensors cost much where another program runs beside the tests."""
 
 
 def launch(scenario: Scenario, workers: int, size: Size, **options: Any) -> Result:
     """One call, with what it prints on stderr kept from the terminal."""
-    call = distributed(workers=workers, gpu=False, seed=SEED, timeout=TIMEOUT_S, trackers=(), **options)
+    call = distributed(workers=workers, gpu=False, seed=SEED, timeout=TIMEOUT_S, trackers=(), env=ENV, **options)
     with contextlib.redirect_stderr(io.StringIO()):
         return call(scenario.train)(*scenario.arguments(size))
 
@@ -34,9 +36,14 @@ def one_process(scenario: Scenario, size: Size) -> dict[str, Any]:
 
 def bare(scenario: Scenario, size: Size) -> dict[str, Any]:
     """The value of the bare function in this process, without distsdk."""
-    with kept_streams():
-        seed_everything(SEED)
-        return scenario.train(*scenario.arguments(size))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with kept_streams():
+            seed_everything(SEED)
+            return scenario.train(*scenario.arguments(size))
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclass

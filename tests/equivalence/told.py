@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from distsdk import DistError, DivergenceError, UsageError, distributed
+from tests.equivalence.loaders import Buckets, by_python
 from tests.equivalence.options import IGNORED, Tagger, tokens
 from tests.equivalence.parts import Record, data, fit, net, sgd
-from tests.equivalence.runner import SEED
+from tests.equivalence.runner import ENV, SEED
 
 TOLD, ERROR, SAFE, UP_TO_YOU = "told", "error", "safe", "up to you"
 
@@ -67,7 +68,7 @@ class Said:
 def run(case: Told, workers: int = 2) -> Said:
     """Run it and collect what is said."""
     printed, values, error = io.StringIO(), [], None
-    options = {"batch": "global", "timeout": 60, **case.options}
+    options = {"batch": "global", "timeout": 60, "env": ENV, **case.options}
     with contextlib.redirect_stderr(printed):
         try:
             values = distributed(workers=workers, gpu=False, seed=SEED, trackers=(), **options)(case.train)().values
@@ -211,6 +212,18 @@ def zipped_loaders_of_unequal_batches():
         optimizer.zero_grad()
         (F.mse_loss(model(x), y) + F.mse_loss(model(other_x), other_y)).backward()
         optimizer.step()
+
+
+@told(ERROR, r"different batches", DivergenceError)
+def skipped_and_converted_buckets():
+    """Buckets of unequal length, some of them skipped, and trained on as new tensors: nothing tells the batch."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    for number, (x, y, _) in enumerate(DataLoader(data(90), batch_sampler=Buckets(90, 8, by_python))):
+        if number % 5:
+            optimizer.zero_grad()
+            F.mse_loss(model((x - 0.1) / 0.9), y.tanh()).backward()
+            optimizer.step()
 
 
 # Ranks that part
