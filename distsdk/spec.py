@@ -91,8 +91,7 @@ class Options:
         _check(isinstance(self.ddp, Mapping), "ddp", self.ddp, "a mapping of DistributedDataParallel arguments")
         unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
         _check(not unknown, "ddp", dict(self.ddp), f"a mapping with keys out of {sorted(DDP_ARGUMENTS)}")
-        hook = self.ddp.get("comm_hook", COMM_HOOKS[0])
-        _check(hook in COMM_HOOKS, "ddp", dict(self.ddp), f"as comm_hook one of {COMM_HOOKS}")
+        _check_ddp(self.ddp)
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1"
         )
@@ -100,7 +99,8 @@ class Options:
         positive = self.timeout is None or (is_number and self.timeout > 0)
         _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
-        _check(self.sync_batchnorm in (None, True, False), "sync_batchnorm", self.sync_batchnorm, "True, False or None")
+        is_choice = self.sync_batchnorm is None or isinstance(self.sync_batchnorm, bool)
+        _check(is_choice, "sync_batchnorm", self.sync_batchnorm, "True, False or None")
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
             _check(isinstance(value, str) and value in choices, option, value, f"one of {choices}")
@@ -153,6 +153,15 @@ def _is_int(value: object) -> bool:
 
 def _is_text_mapping(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
+
+
+def _check_ddp(ddp: Mapping[str, Any]) -> None:
+    hook, size = ddp.get("comm_hook", COMM_HOOKS[0]), ddp.get("bucket_cap_mb", 1)
+    _check(isinstance(hook, str) and hook in COMM_HOOKS, "ddp", dict(ddp), f"as comm_hook one of {COMM_HOOKS}")
+    is_size = isinstance(size, (int, float)) and not isinstance(size, bool) and size > 0
+    _check(is_size, "ddp", dict(ddp), "as bucket_cap_mb a number of megabytes above 0")
+    for name in ("gradient_as_bucket_view", "shared_memory"):
+        _check(isinstance(ddp.get(name, True), bool), "ddp", dict(ddp), f"as {name} True or False")
 
 
 def _check(holds: bool, option: str, given: object, allowed: str) -> None:

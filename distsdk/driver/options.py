@@ -13,7 +13,6 @@ from distsdk.errors import UsageError
 from distsdk.spec import OPTION_NAMES, Options, check_names, normalised
 
 ENV_PREFIX = "DISTSDK_"
-_NOT_FROM_ENV = ("env", "ddp")
 _TEXTS = ("name", "run_dir", "backend", "start", "logs", "batch", "loss_reduction")
 
 
@@ -31,7 +30,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found = {}
     for name in OPTION_NAMES:
         text = environment.get(ENV_PREFIX + name.upper())
-        if text is not None and name not in _NOT_FROM_ENV:
+        if text is not None:
             found[name] = _validated(
                 name, text if name in _TEXTS else parse(text), f"environment variable {ENV_PREFIX}{name.upper()}"
             )

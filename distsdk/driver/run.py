@@ -295,7 +295,10 @@ _PERFORM: dict[type[Command], Callable[[Run, Any], None]] = {
 
 def _hint(step: int) -> str:
     if step:
-        return ""
+        return (
+            " Something was computed differently on different ranks: a decision on a rank's own values (average them "
+            "first: distsdk.all_reduce), an update by hand, or a state that only some ranks loaded."
+        )
     return (
         " Weights must be drawn alike on all ranks: not from a seed that depends on the rank and, if a model is made "
         "inside a training loop, by torch.nn.init or before the loop."

@@ -7,7 +7,7 @@ same on all ranks because they run the same program.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -51,6 +51,8 @@ class Discovery:
         self.loading = False
         """True while the payload is unpickled: modules met now were the driver's, not copies made by the function."""
         self._ignoring = False
+        self._adopted: set[int] = set()
+        """Ids of parameters that were seen to be trained, whatever their module looks like."""
         self.wrapped_by_fsdp: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Sharded from outside, which leaves no trace in their class."""
         self.shipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -111,6 +113,15 @@ class Discovery:
         """Take `optimizer` into account."""
         self._on_optimizer(optimizer)
 
+    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take parameters into account that a backward reaches, in models that seemed not to be trained."""
+        self._adopted.update(map(id, parameters))
+        self.version += 1
+
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        """True when an optimizer has `tensor`."""
+        return any(tensor is held for held in self._optimizer_parameters())
+
     def roots(self) -> list[nn.Module]:
         """Models: the modules that are part of no other module, in order of creation."""
         modules = list(self._modules)
@@ -160,8 +171,8 @@ class Discovery:
         kinds = (nn.Embedding, nn.EmbeddingBag)
         return {id(module.weight) for module in self._modules if isinstance(module, kinds) and module.sparse}
 
-    def buffers(self) -> list[Slot]:
-        """Floating-point buffers of models, each once; those of copies that no optimizer holds not."""
+    def buffers(self, is_floating: bool = True) -> list[Slot]:
+        """Floating-point buffers of models (or all), each once; those of copies that no optimizer holds not."""
         found: dict[tuple[int, str], Slot] = {}
         held_ids = {id(parameter) for parameter in self._optimizer_parameters()}
         prefixes = {id(root): prefix for prefix, root in self.named_roots()}
@@ -171,7 +182,7 @@ class Discovery:
             if self._is_used(root, held_ids):
                 for path, module in root.named_modules():
                     for key, buffer in [] if id(module) in left else module._buffers.items():
-                        if buffer is not None and buffer.is_floating_point():
+                        if buffer is not None and (buffer.is_floating_point() or not is_floating):
                             name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
                             slot = Slot(name, module._buffers, key, isinstance(module, _NormBase))
                             found.setdefault((id(module._buffers), key), slot)
@@ -179,7 +190,7 @@ class Discovery:
 
     def _is_used(self, root: nn.Module, held_ids: set[int]) -> bool:
         """False for a copy of a model that nobody trains (an average, the best so far), or what is made around one."""
-        if any(id(p) in held_ids or p.grad is not None for p in root.parameters()):
+        if any(id(p) in held_ids or id(p) in self._adopted or p.grad is not None for p in root.parameters()):
             return True
         parts = list(root.children())
         return root not in self._copies and not (len(parts) == 1 and parts[0] in self._copies)

@@ -26,7 +26,7 @@ from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.foreign import is_sharded_by_fsdp
-from distsdk.worker.losses import loss_problem
+from distsdk.worker.inspection import Inspection
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
 from distsdk.worker.shared_memory import SharedMemory, is_possible
@@ -36,6 +36,11 @@ from distsdk.worker.verify import FINAL_STEP, Verifier
 _SAME_DATA = (
     "the function trained without reading a DataLoader, so every worker trained on the same data, unless it chose its "
     "part by distsdk.context().rank. Read the data through a torch DataLoader to have it shared out."
+)
+_NOT_TRAINED = (
+    "a loader was shared out over the workers, and neither a backward nor an optimizer step followed: each worker saw "
+    "its part only, and nothing that it trained in another way (torch.func, updates by hand) was averaged. Read "
+    "evaluation data under torch.no_grad(); average what is trained with distsdk.all_reduce."
 )
 
 Agree = Callable[[str, Any], Any]
@@ -78,9 +83,13 @@ class Equipment:
         )  # fmt: skip
         self.synchroniser = Synchroniser(
             self.discovery, self.sharding.weights, self.sharding.ending, context.world_size, training.ddp, self._hook,
-            training.loss_reduction == "sum", lambda: self.verifier.step, self._on_first_backward, self._inspect_loss,
-            self.session.note,
+            training.loss_reduction == "sum", lambda: self.verifier.step, self._on_first_backward,
+            Inspection(
+                self.discovery, self.sharding.weights, context.world_size, training.loss_reduction, self.session.note
+            ),
         )  # fmt: skip
+        self.sharding.give_weight = self._give_weight
+        self.sharding.on_training_batch = self._drop_weight
         self.batch_statistics = BatchStatistics(
             lambda part: self.sharding.is_training and not self.discovery.is_foreign(part),
             self.sharding.weights.is_stand_in, lambda: self.synchroniser.share,
@@ -101,7 +110,9 @@ class Equipment:
         if self._shared_memory is None and wanted and is_possible(
             context.world_size, context.local_world_size, context.device
         ):  # fmt: skip
-            self._shared_memory = SharedMemory(context.rank, context.world_size, self._agreed)
+            self._shared_memory = SharedMemory(
+                context.rank, context.world_size, self._agreed, self.session.note
+            )
         return self._shared_memory.hook if self._shared_memory else None
 
     @contextmanager
@@ -127,7 +138,7 @@ class Equipment:
         self.sharding.is_automatic = self.training.wrap
         for part in (
             self.synchroniser.around_backward(), self.sharding.of_all_loaders(),
-            self.sharding.noise.kept_from_weights(),
+            self.sharding.noise.kept_from_weights(), self.sharding.noise.following_seeds(),
         ):  # fmt: skip
             self._stack.enter_context(part)
         if self.training.sync_batchnorm and self.context.world_size > 1:
@@ -140,11 +151,18 @@ class Equipment:
         weight = self.sharding.weights.latest
         return 1.0 if weight is None else float(weight.count)
 
-    def _inspect_loss(self, root: torch.Tensor, gradient: Any) -> None:
-        if self.synchroniser.given_weight is None and not self.discovery.foreign():
-            size, reduction = self.sharding.weights.latest_size, self.training.loss_reduction
-            if problem := loss_problem(root, gradient, reduction, size, self.context.world_size):
-                self.session.note("warning", problem)
+    def _drop_weight(self) -> None:
+        """A weight that no backward has used must not count for another batch."""
+        if self.synchroniser.given_weight is not None:
+            self.synchroniser.given_weight = None
+            self.session.note("warning", (
+                "distsdk.weight(n) was called, and the next batch came before a backward: the weight was dropped. Call "
+                "it after the batch has come, before its backward."
+            ))  # fmt: skip
+
+    def _give_weight(self, count: int) -> None:
+        if self.synchroniser.given_weight is None:
+            self.synchroniser.given_weight = float(count)
 
     def _send_data_digest(self, digest: int | None) -> None:
         """What identifies the data of a loader, to be compared over the ranks."""
@@ -188,6 +206,7 @@ class Equipment:
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1
+        self.sharding.on_step()
         if self.context.world_size > 1:
             self.verifier.check()
         self.session.leave_if_stopping()
@@ -195,7 +214,8 @@ class Equipment:
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters; from the first step on also buffers, which the first forward changed on each rank by itself."""
         left_alone = self.synchroniser.known_buffers.left_alone
-        slots = [slot for slot in self.discovery.buffers() if slot.id not in left_alone] if self.verifier.step else []
+        slots = self.discovery.buffers(is_floating=False) if self.verifier.step else []
+        slots = [slot for slot in slots if slot.id not in left_alone]
         buffers = [(f"buffer {slot.name}", tensor) for slot in slots if (tensor := slot.tensor()) is not None]
         return [*self.discovery.named_parameters(), *buffers]
 
@@ -207,9 +227,17 @@ class Equipment:
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
             self._check_synchronised()
-            if self.synchroniser.num_backwards and not self.sharding.has_shared_out:
-                self.session.note("warning", _SAME_DATA)
+            self._check_data()
         self.save_models()
+
+    def _check_data(self) -> None:
+        synchroniser, sharding = self.synchroniser, self.sharding
+        sharding.finish()
+        if synchroniser.num_backwards and not sharding.has_shared_out:
+            self.session.note("warning", _SAME_DATA)
+        has_trained = synchroniser.num_backwards or self.verifier.step or synchroniser.has_reduced
+        if sharding.num_loops and not has_trained and not sharding.has_told_unused:
+            self.session.note("warning", _NOT_TRAINED)
 
     def _check_synchronised(self) -> None:
         """Raise DivergenceError when parameters were trained and no gradient was ever averaged."""

@@ -4,7 +4,7 @@ as in a world of one, so the bare function runs in a unit test."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -51,9 +51,17 @@ def prepare(*objects: Any, exact: bool = False, shard: bool = True) -> Any:
 
     Returns:
         The one object, or a tuple of several.
+
+    Raises:
+        UsageError: for a container, a text or a number.
     """
     equipment = current()
     for thing in objects:
+        if isinstance(thing, (str, int, float, list, tuple, Mapping)):
+            raise UsageError(
+                f"distsdk.prepare takes models, loaders, optimizers one by one, not a {type(thing).__name__}: "
+                "distsdk.prepare(model, loader)."
+            )
         if equipment is not None:
             _prepare_one(equipment, thing, Rule(shard, exact))
         if isinstance(thing, nn.Module) and not hasattr(thing, "no_sync"):

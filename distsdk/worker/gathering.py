@@ -9,10 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from distsdk.errors import UsageError
+from distsdk.worker.weights import tensors_in
+
 
 def gathered(obj: Any, is_stand_in: bool, share: Callable[[], float]) -> list[Any]:
     """Every rank's `obj`. `share`: how much this rank's loss counts in a backward, up to a common factor."""
     if not isinstance(obj, torch.Tensor):
+        if any(tensor.requires_grad for tensor in tensors_in(obj)):
+            raise UsageError(
+                "distsdk.gather pickles what is no tensor, and the graph of tensors in it would be lost: gather them "
+                "one by one."
+            )
         boxes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, obj)
         return boxes

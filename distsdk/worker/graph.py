@@ -28,6 +28,14 @@ def nodes_behind(root: torch.Tensor, limit: int = NODES) -> Iterator[Any]:
                 waiting.append(following)
 
 
+def leaves_behind(root: torch.Tensor, limit: int = 20_000) -> Iterator[torch.Tensor]:
+    """The tensors that backward of `root` gives gradients to."""
+    for node in nodes_behind(root, limit):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
 def tensors_behind(root: torch.Tensor) -> Iterator[torch.Tensor]:
     """Tensors that were kept for the backward of `root`, nearest first; what hooks would compute again is left out."""
     for node in nodes_behind(root):

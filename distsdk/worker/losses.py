@@ -76,8 +76,20 @@ def _reduction(node: Any, factor: float, batch_size: int | None) -> int:
 
 def _sums_up(node: Any, batch_size: int | None) -> bool:
     sizes = getattr(node, "_saved_self_sym_sizes", ())
-    is_of_batch = batch_size is not None and batch_size > 1 and tuple(sizes)[:1] == (batch_size,)
-    return is_of_batch and bool(node.name() == "SumBackward0")
+    if batch_size is None or batch_size < 2 or tuple(sizes)[:1] != (batch_size,) or node.name() != "SumBackward0":
+        return False
+    return not _is_weighted_to_one(node.next_functions[0][0], batch_size)
+
+
+def _is_weighted_to_one(node: Any, batch_size: int) -> bool:
+    """True for a product with constants, one for each sample, that add up to 1: their sum is a mean."""
+    if node is None or not node.name().startswith("MulBackward"):
+        return False
+    for name in ("_saved_self", "_saved_other"):
+        value = getattr(node, name, None)
+        if isinstance(value, torch.Tensor) and not value.requires_grad and value.shape[:1] == (batch_size,):
+            return abs(float(value.double().sum()) - 1) < 1e-4
+    return False
 
 
 def _is_certain_sum(node: Any) -> bool:

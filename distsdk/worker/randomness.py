@@ -22,6 +22,8 @@ from distsdk.worker.replacing import replaced
 _MIX = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads rank numbers over the seed space (Knuth, TAOCP vol. 3, section 6.4)."""
 
+_seed_torch = torch.manual_seed
+
 
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (all devices) equally on all ranks."""
@@ -91,7 +93,7 @@ class Noise:
         """A training loop begins; returns its token."""
         if not self._open:
             self._common = torch_streams()
-            torch.manual_seed(mixed_seed(torch.initial_seed() + _MIX * self._num_opened + 1, self._rank))
+            _seed_torch(mixed_seed(torch.initial_seed() + _MIX * self._num_opened + 1, self._rank))
         self._num_opened += 1
         self._open.add(self._num_opened)
         return self._num_opened
@@ -117,6 +119,22 @@ class Noise:
         finally:
             self._common = torch_streams()
             set_torch_streams(own)
+
+    @contextmanager
+    def following_seeds(self) -> Iterator[None]:
+        """Within it, a ``torch.manual_seed`` of the user counts for both streams, also while a training loop is
+        open."""
+
+        @functools.wraps(_seed_torch)
+        def manual_seed(seed: Any) -> Any:
+            if not self._open:
+                return _seed_torch(seed)
+            _seed_torch(seed)
+            self._common = torch_streams()
+            return _seed_torch(mixed_seed(int(seed), self._rank))
+
+        with replaced(torch, "manual_seed", manual_seed), replaced(torch.random, "manual_seed", manual_seed):
+            yield
 
     @contextmanager
     def kept_from_weights(self) -> Iterator[None]:

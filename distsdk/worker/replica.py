@@ -8,51 +8,22 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
 
 from distsdk.worker.buffers import BufferSync, Known, Slot
 from distsdk.worker.compression import compressing
+from distsdk.worker.flags import NUM_FLAGS, Flags
 from distsdk.worker.replacing import replaced
-
-STEPS_TOLD = 1024
-"""Optimizer steps are compared modulo this, so that the mean over the ranks is exact in single precision."""
-
-
-@dataclass
-class Flags:
-    """What a rank says to all in one backward; afterwards the means over the ranks."""
-
-    stop: float
-    """1: this rank was asked to stop."""
-    is_late: float
-    """1: gradients were made by hand, and are synchronised at the optimizer step."""
-    step: float
-    """Optimizer steps made, modulo `STEPS_TOLD`."""
-    factor: float
-    """How much this rank's slice of the batch counts; the mean is 1."""
-    has_weight: float
-    """1: the user gave a weight."""
-    weight: float
-    """The one given, else 1."""
-    ends: float
-    """1: a stream that divides itself has no further batch for this rank, so that all ranks have to stop here."""
-
-    def listed(self) -> list[float]:
-        """In the order of the fields."""
-        return [self.stop, self.is_late, self.step, self.factor, self.has_weight, self.weight, self.ends]
-
-
-NUM_FLAGS = 7
 
 
 class Replica:
@@ -81,13 +52,16 @@ class Replica:
         self._told = torch.empty(NUM_FLAGS + len(trainable), dtype=dtype_of_flags)
         self._told_array = self._told.numpy()
         """The same memory: single numbers are written faster there."""
-        self._before: list[tuple[torch.Tensor | None, int]] = []
+        self._fired: set[int] = set()
+        self._accumulators = [get_gradient_edge(tensor).node for tensor in trainable]
+        for i, node in enumerate(self._accumulators):  # before the reducer's hooks; called without a gradient too
+            node.register_hook(_adder(self._fired, i))
         self._missing: list[int] = []
         self._scalers: list[Any] = []
         self.must_rebuild = False
         """True, on all ranks alike, when the buffers are no longer those that it was built for."""
         hooks = compressing(ddp["comm_hook"], self._tail) if "comm_hook" in ddp else (None, hook)
-        self._reducer = _build_reducer([*trainable, self._tail], sparse, ddp, hooks)
+        self._reducer: Any = _build_reducer([*trainable, self._tail], sparse, ddp, hooks)
 
     def arm(self, flags: Flags, scale: float, is_late: bool) -> None:
         """Before backward: the reducer listens, or, when it is to be late, will do so at the end. `scale`: what
@@ -95,7 +69,7 @@ class Replica:
         self._flags, self._scale, self._is_late = flags, scale, is_late
         if is_late:
             return
-        self._before = [(grad := t.grad, -1 if grad is None else grad._version) for t in self.trainable]
+        self._fired.clear()
         if scale != 1:  # before the reducer takes it
             self._scalers = [t.register_post_accumulate_grad_hook(lambda t: _scale(t, scale)) for t in self.trainable]
         self._listen()
@@ -115,7 +89,7 @@ class Replica:
             self._listen()
             silent = list(range(len(self.trainable)))
         else:
-            silent = [i for i, tensor in enumerate(self.trainable) if not self._has_fired(i, tensor.grad)]
+            silent = [i for i in range(len(self.trainable)) if i not in self._fired]
         for i in silent:
             tensor = self.trainable[i]
             if tensor.grad is None and id(tensor) in self._sparse:  # the reducer takes no missing sparse gradient
@@ -125,10 +99,6 @@ class Replica:
             self._reducer._autograd_hook(i)
         self._fill_tail()
         self._reducer._autograd_hook(len(self.trainable))
-
-    def _has_fired(self, index: int, grad: torch.Tensor | None) -> bool:
-        before, version = self._before[index]
-        return grad is not before or (grad is not None and grad._version != version)
 
     def _fill_tail(self) -> None:
         """Flags, then one for each parameter: whether it has a gradient; then the buffers' part."""
@@ -162,11 +132,20 @@ class Replica:
             torch._foreach_mul_(grads, 1 / flags.weight)
         return flags
 
+    def retire(self) -> None:
+        """A backward has failed half way: what is still registered must not take part in the next."""
+        self._reducer = None
+        self._accumulators = []
+
     def disarm(self) -> None:
         """After backward, however it ended: nothing of this one is kept."""
         for hook in self._scalers:
             hook.remove()
-        self._scalers, self._before = [], []
+        self._scalers = []
+
+
+def _adder(fired: set[int], index: int) -> Callable[..., None]:
+    return lambda *_gradients: fired.add(index)
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:

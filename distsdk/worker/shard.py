@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
 
@@ -23,7 +24,7 @@ from distsdk.worker.replacing import replaced
 from distsdk.worker.share import EVALUATION, TRAINING, Ending, Reading, Share, distributed_sampler_in, user_line
 from distsdk.worker.stream_share import StreamShare
 from distsdk.worker.streams import Fetched, digest_of_dataset, fetching
-from distsdk.worker.weights import BatchWeights, Weight, is_power_of_two
+from distsdk.worker.weights import BatchWeights, Weight, is_power_of_two, size_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,21 @@ class Rule:
 
     shard: bool = True
     exact: bool = False
+
+_READ_WHOLE = (
+    "a loader was read whole by every worker, since all models were in eval mode, but they were trained on it: the "
+    "workers do the same work. Call model.train() before training; for frozen BatchNorm, put only those modules into "
+    "eval mode."
+)
+_BEGUN_FOR_TRAINING = (
+    "the iterator read at {} was begun for training, so that each worker gets its part only, and is read with "
+    "gradients off, as for evaluation. Begin it under torch.no_grad(), or with the model in eval mode, to see it all."
+)
+_LEFT_UNTRAINED = (
+    "the loader read at {} was shared out over the workers as a training loader, and left without any backward: each "
+    "worker saw its part only. Read evaluation data under torch.no_grad(), or with the model in eval mode, to see all "
+    "of it on every worker."
+)
 
 
 class Sharding:
@@ -56,9 +72,17 @@ class Sharding:
         self.noise = Noise(context.rank)
         self.host_streams = HostStreams()
         self.weights = BatchWeights()
+        self.give_weight: Callable[[int], None] = lambda _count: None
+        """Says how much the next backward counts, where a dataset that divides itself decides on that."""
         self.ending = Ending()
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
+        self.on_training_batch: Callable[[], None] = lambda: None
+        self._is_reading_whole = False
+        """True when the latest batch was read for evaluation."""
+        self._waiting_notes: list[str] = []
+        self.has_told_unused = False
+        """True when it was told that nothing was trained in a training loop."""
         self.is_training = False
         """True from the first batch of a training loop on, until something is read for evaluation."""
         self.has_foreign = self.has_read_whole = False
@@ -164,13 +188,33 @@ class Sharding:
         except StopIteration:
             self._on_exhausted(reading, iterator._index_sampler)
             raise
-        self.is_training = reading.mode == TRAINING
+        self.is_training, self._is_reading_whole = reading.mode == TRAINING, reading.mode == EVALUATION
+        reading.num_batches += 1
+        if self.is_training:
+            self.on_training_batch()
+            if not torch.is_grad_enabled():
+                self.note("warning", _BEGUN_FOR_TRAINING.format(user_line()))
         weight = reading.weight_of(iterator._num_yielded)
         if isinstance(batch, Fetched):
             batch, weight = self._received(batch, iterator._index_sampler)
         batch = batch if self.device == "cpu" else moved(batch, self.device)
+        if weight is not None and weight.count:
+            self._check_rows(reading, size_of(batch), weight.count)
         self.weights.deliver(batch, weight, reading.mode == TRAINING and self._is_inspected_next())
         return batch
+
+    def _check_rows(self, reading: Reading, size: int | None, count: int) -> None:
+        """Tell when a batch does not hold what its indices say, in a changing proportion: a collate function that
+        leaves samples out, or makes different numbers of rows of them."""
+        if size is None:
+            return
+        reading.rows_per_sample = reading.rows_per_sample or size / count
+        if size != reading.rows_per_sample * count or reading.rows_per_sample < 1:
+            self.note("warning", (
+                f"the batches of the loader read at {user_line()} have {size} rows for {count} samples: some are "
+                "left out, or make different numbers of rows, and gradients are weighted by samples. If the loss is a "
+                "mean over rows, call distsdk.weight(n) before backward, with the number of this rank's rows."
+            ))  # fmt: skip
 
     def _is_inspected_next(self) -> bool:
         """True when the next backward is one whose loss is looked at: the first, second, fourth, ..."""
@@ -184,7 +228,30 @@ class Sharding:
         reading.window = self.noise.open()
         if hasattr(iterator, "_in_order"):  # weights are counted off in order
             iterator._in_order = True
-        weakref.finalize(iterator, self.noise.close, reading.window)
+        self._flush()
+        reading.line = user_line()
+        weakref.finalize(iterator, self._on_freed, reading)
+
+    def _on_freed(self, reading: Reading) -> None:
+        """The iterator of a training loop is gone. Nothing is sent here, where anything may be going on."""
+        self.noise.close(reading.window)
+        if reading.num_batches > 1 and not reading.is_exhausted and self.progress() == reading.progress_at_start:
+            self._waiting_notes.append(_LEFT_UNTRAINED.format(reading.line))
+
+    def _flush(self) -> None:
+        while self._waiting_notes:
+            self.has_told_unused = True
+            self.note("warning", self._waiting_notes.pop())
+
+    def on_step(self) -> None:
+        """An optimizer has stepped: told, when what it trained on was read for evaluation, and nothing for training."""
+        if self._is_reading_whole and not self.num_loops and not self.has_read_whole:
+            self.has_read_whole = True
+            self.note("warning", _READ_WHOLE)
+
+    def finish(self) -> None:
+        """The function is over."""
+        self._flush()
 
     def _fetched(self, iterator: Any, next_of: Any) -> Any:
         """The next batch. A stream that is read in this process draws from the common streams, as on all ranks."""
@@ -195,6 +262,8 @@ class Sharding:
         if fetched.digest is not None:
             share.tell_batch()
             self.on_digest(fetched.digest)
+        if fetched.is_divided and self.is_global:
+            self.give_weight(fetched.count)  # the ranks' batches may have different lengths
         weight = Weight(fetched.count, fetched.total, self.world_size) if fetched.total else None
         return fetched.batch, weight
 
@@ -213,14 +282,12 @@ class Sharding:
         """The loop is over. If nothing was trained in it, the loader was probably not meant for training."""
         self.noise.close(reading.window)
         now, before = self.progress(), reading.progress_at_start
+        reading.is_exhausted = True
         if reading.mode == EVALUATION and now[1] > before[1]:
             self.has_read_whole = True
-            self.note("warning", (
-                f"the loader read at {user_line()} was read whole by every worker, since all models were in eval mode, "
-                "but a backward ran: the workers do the same work. Call model.train() before training; for frozen "
-                "BatchNorm, put only those modules into eval mode."
-            ))  # fmt: skip
+            self.note("warning", _READ_WHOLE)
         if reading.mode == TRAINING and not share.own_distributed and now == before:
+            self.has_told_unused = True
             self.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
                 "backward ran: each worker saw its part only. Read evaluation data under torch.no_grad(), or with the "

@@ -51,6 +51,10 @@ class Reading:
         self.slices: deque[Weight | None] = deque()
         """The weights of the batches that were asked for and not delivered yet."""
         self._num_delivered = 0
+        self.num_batches, self.is_exhausted, self.line = 0, False, ""
+        """Delivered so far; whether that was all; where the user's code reads it."""
+        self.rows_per_sample = 0.0
+        """Length of the first batch for each of its samples; 0: there was none yet."""
         self.progress_at_start = sharding.progress()
         self.window = 0
         """Token of the noise window that is open while this reading trains; 0: none was opened yet."""

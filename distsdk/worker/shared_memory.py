@@ -11,10 +11,12 @@ processors see in that order on x86-64 only; elsewhere the reduction is gloo's.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,7 @@ _LOOKS = 200
 """How often the counter is read before the kernel is asked to wait; about 30 microseconds."""
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 """Of Linux on x86-64 (asm/unistd_64.h, linux/futex.h)."""
+TOLD_AFTER_S = 10
 _WAIT_S = 1
 """After so long the counter is looked at again, whatever the kernel says."""
 
@@ -48,8 +51,10 @@ def is_possible(world_size: int, local_world_size: int, device: str) -> bool:
 class SharedMemory:
     """Slots and counters of all ranks. Making it is collective."""
 
-    def __init__(self, rank: int, world_size: int, agreed: Callable[[str, Any], Any]) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(
+        self, rank: int, world_size: int, agreed: Callable[[str, Any], Any], note: Callable[[str, str], None]
+    ) -> None:
+        self._rank, self._world_size, self._note = rank, world_size, note
         header = mmap.PAGESIZE
         memory = _mapped(rank, header + 2 * world_size * LIMIT_BYTES, agreed)
         self.is_usable = _all_agree(memory is not None)
@@ -100,11 +105,17 @@ class SharedMemory:
         for _ in range(_LOOKS):
             if (counters[index] - now) % 2**32 < 2:
                 return
-        limit = _Timespec(_WAIT_S, 0)
+        limit, begun_s = _Timespec(_WAIT_S, 0), time.monotonic()
         while (seen := counters[index]) != now and (seen - now) % 2**32 > 1:
             self._libc.syscall(
                 _SYS_FUTEX, self._addresses[rank], _FUTEX_WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
             )
+            if time.monotonic() - begun_s > TOLD_AFTER_S:
+                self._note("warning", (
+                    f"rank {self._rank} has waited {TOLD_AFTER_S} s in a backward for rank {rank}, which does "
+                    "something else: all ranks have to run the same number of backwards."
+                ))  # fmt: skip
+                begun_s = math.inf
 
 
 def _mapped(rank: int, size: int, agreed: Callable[[str, Any], Any]) -> mmap.mmap | None:

@@ -161,9 +161,12 @@ class _Stream:
 
     def _part(self, items: list[Any], order: Order) -> tuple[list[Any], int, int]:
         if order.rank == ALL_RANKS and (self.is_divided or not order.batch_size):
-            raise UsageError("the batches of all ranks cannot be joined: the dataset divides itself, or has none.")
+            raise UsageError(
+                "the batches of all ranks cannot be joined, since the dataset divides itself by rank, or makes no "
+                'batches: compare with batch="global", or let it not divide itself in the test.'
+            )
         if self.is_divided:
-            return items, 0, 0
+            return items, len(items), 0
         if order.is_global:
             part, count = slice_of(items, order.rank, order.world_size)
             return (part, count, len(items)) if order.batch_size else (items, 0, 0)

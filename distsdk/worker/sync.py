@@ -24,13 +24,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from distsdk.errors import DivergenceError, UsageError
+from distsdk.errors import UsageError
 from distsdk.worker.buffers import Known
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.flags import STEPS_TOLD, Flags, problem_of
+from distsdk.worker.graph import leaves_behind
+from distsdk.worker.inspection import Inspection
 from distsdk.worker.replacing import replaced
-from distsdk.worker.replica import STEPS_TOLD, Flags, Replica
+from distsdk.worker.replica import Replica
 from distsdk.worker.share import Ending
-from distsdk.worker.weights import BatchWeights, is_power_of_two
+from distsdk.worker.weights import BatchWeights
 
 _STEPPED_AT = "_distsdk_stepped_at"
 """Attribute of an optimizer: how many times gradients had been averaged when it made its last step."""
@@ -50,8 +53,7 @@ class Synchroniser:
         is_sum: bool,
         num_steps: Callable[[], int],
         on_first: Callable[[], None],
-        on_loss: Callable[[torch.Tensor, Any], None],
-        note: Callable[[str, str], None],
+        inspection: Inspection,
     ) -> None:
         self.discovery, self.weights, self.ending = discovery, weights, ending
         self.world_size = world_size
@@ -74,7 +76,7 @@ class Synchroniser:
         self.known_buffers = Known()
         self._plain_backward: Callable[..., Any] = torch.autograd.backward
         self._ddp, self._hook, self._is_sum, self._num_steps = ddp, hook, is_sum, num_steps
-        self._on_first, self._on_loss, self._note = on_first, on_loss, note
+        self._on_first, self._inspection = on_first, inspection
         self._depth = self._not_syncing = 0
         self._has_local = False
         """True while gradients are there that were accumulated without being averaged."""
@@ -107,7 +109,7 @@ class Synchroniser:
                 return original(tensors, *args, **kwargs)
             self._depth += 1
             try:
-                self._look_at(first, args[0] if args else kwargs.get("grad_tensors"))
+                self._notice_backward(first, args[0] if args else kwargs.get("grad_tensors"))
                 self._synchronised(first, lambda scale: _scaled(original, scale, tensors, args, kwargs))
             finally:
                 self._depth -= 1
@@ -115,7 +117,7 @@ class Synchroniser:
         def noticed_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
             if self.world_size > 1 and not self._depth:
-                self._notice_gradients(outputs, inputs)
+                self._notice_gradients(outputs, inputs, bool(kwargs.get("create_graph")))
             return grad(outputs, inputs, *args, **kwargs)
 
         def noticed_forward(*args: Any) -> Any:
@@ -137,28 +139,32 @@ class Synchroniser:
         finally:
             self._not_syncing -= 1
 
-    def _look_at(self, root: torch.Tensor, gradient: Any) -> None:
+    def _notice_backward(self, root: torch.Tensor, gradient: Any) -> None:
         self.num_backwards += 1
-        if self.world_size > 1 and is_power_of_two(self.num_backwards):
-            self._on_loss(root, gradient)
+        self._inspection.look_at(self.num_backwards, root, gradient, self.given_weight is not None)
 
     def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:
-        replica = self._current_replica()
+        replica = self._current_replica(root)
         if replica is None:
-            self._tell_nothing_known()
-            self._tell_unweighted()
+            if not self._watched:
+                self._inspection.on_nothing_known()
             self.stop_agreed = self.stop_asked and self.world_size == 1
             run_backward(1.0)
             return
         weight, self.given_weight = self.given_weight, None
         self.factor = self.weights.factor_of(root, is_given=weight is not None)
+        if self.weights.is_unsure and weight is None:
+            self._inspection.on_unsure_batch()
         if weight is not None:
             weight = weight if self.factor else 0.0  # what stands in for an empty slice has no weight
         self.share = self.factor if weight is None else weight
         scale = self.world_size / self.factor if self._is_sum and self.factor else 1.0
         if self._not_syncing or self._has_local:
             if weight is not None:
-                raise UsageError("distsdk.weight(n) cannot be used together with distsdk.no_sync().")
+                raise UsageError(
+                    "distsdk.weight(n) cannot be used together with distsdk.no_sync(): leave no_sync out, accumulated "
+                    "gradients are right without it."
+                )
             scale, self.share = scale * self.share, 1.0  # each of several backwards has its own
         if self._not_syncing:
             self._has_local = True
@@ -186,8 +192,18 @@ class Synchroniser:
             run()
             means = replica.settle()
             self._settled_by = replica
+        except NotImplementedError as error:
+            self._forget_replica()
+            replica.retire()
+            if "SparseTensorImpl" in str(error):
+                raise UsageError(
+                    "a parameter got a sparse gradient that is not the weight of an nn.Embedding or nn.EmbeddingBag "
+                    "made with sparse=True: hold it in one, or use a dense gradient."
+                ) from error
+            raise
         except BaseException:
             self._forget_replica()
+            replica.retire()
             raise
         finally:
             callback.remove()
@@ -201,7 +217,7 @@ class Synchroniser:
         self.ending.is_agreed = bool(means.ends)
         if flags.has_weight and means.weight > 0:
             self.factor = flags.weight / means.weight
-        problem = _problem(flags, means, self.world_size)
+        problem = problem_of(flags, means, self.world_size)
         if problem:
             raise problem
 
@@ -232,11 +248,19 @@ class Synchroniser:
     def _average_now(self) -> None:
         replica = self._current_replica()
         if replica is not None:
+            weight, self.given_weight = self.given_weight, None
+            self.factor = self.weights.factor_by_order(self.factor)
+            self.share = self._share_of_handmade(weight)
             nothing = torch.zeros((), requires_grad=True)
-            self.share = 1.0 if self._has_local else self.factor
-            if self._is_sum and self._has_asked and self.factor and not self._has_local:
-                self.share = float(self.world_size)
-            self._reduced(replica, nothing, None, lambda: self._plain_backward(nothing), is_late=True)
+            self._reduced(replica, nothing, weight, lambda: self._plain_backward(nothing), is_late=True)
+
+    def _share_of_handmade(self, weight: float | None) -> float:
+        if self._has_local:
+            return 1.0  # each was multiplied in its backward
+        if weight is not None:
+            return weight if self.factor else 0.0
+        is_sum = self._is_sum and self._has_asked and self.factor
+        return float(self.world_size) if is_sum else self.factor
 
     def mean(self, loss: Any) -> Any:
         """The mean of a loss over the ranks, as they counted in the last backward (the sum, where losses are sums),
@@ -250,48 +274,48 @@ class Synchroniser:
         mean = total if self._is_sum else total / self.world_size
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _notice_gradients(self, outputs: Any, inputs: Any) -> None:
+    def _notice_gradients(self, outputs: Any, inputs: Any, has_graph: bool) -> None:
         """Gradients of parameters are asked for without a backward: they may be put to use by hand."""
         root = outputs if isinstance(outputs, torch.Tensor) else next(iter(outputs), None)
         if isinstance(root, torch.Tensor) and root.grad_fn is not None:
             self.factor = self.share = self.weights.factor_of(root)
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        if any(isinstance(tensor, nn.Parameter) for tensor in wanted):
+        if any(isinstance(tensor, nn.Parameter) or self.discovery.is_held(tensor) for tensor in wanted):
             is_first, self.asked_gradients, self._has_asked = not self.asked_gradients, True, True
             if is_first:
                 self._current_replica()
+            if has_graph:
+                self._inspection.on_gradients_in_a_loss()
 
-    def _tell_nothing_known(self) -> None:
-        if self.world_size > 1 and not self._watched and not self.discovery.foreign():
-            self._note("warning", (
-                "a backward ran on tensors that belong to no module and no optimizer, so nothing was synchronised: "
-                "each worker trains its own. Give them to an optimizer, or hold them in a module as parameters."
-            ))  # fmt: skip
-
-    def _tell_unweighted(self) -> None:
-        latest = self.weights.latest
-        if latest is not None and latest.factor != 1 and self.discovery.foreign():
-            self._note("warning", (
-                'with batch="global" the slices of a batch have different lengths on different ranks, and the '
-                "function's own DistributedDataParallel (or FSDP) averages gradients as if they were equal. Leave the "
-                "model to distsdk, or use a batch size that is divisible by the number of workers, with drop_last=True."
-            ))  # fmt: skip
-
-    def _current_replica(self) -> Replica | None:
-        """The replica for what is trainable now; built anew when that changed."""
-        if self._is_stale():
+    def _current_replica(self, root: torch.Tensor | None = None) -> Replica | None:
+        """The replica for what is trainable now; built anew when that changed. `root`: what backward is to run on."""
+        if self._is_stale(root):
             self._watch()
         return self._replica
 
-    def _is_stale(self) -> bool:
+    def _is_stale(self, root: torch.Tensor | None) -> bool:
         if self._version < 0:
             return True
         if self._version != self.discovery.version:
             self._version = self.discovery.version
-            if not _same([tensor for _, tensor in self.discovery.named_parameters()], self._watched):
+            named = [tensor for _, tensor in self.discovery.named_parameters()]
+            if self._has_changed(named, root):
                 return True
+            self._watched, self._signature = named, _signature(named)
         must_rebuild = self._replica is not None and self._replica.must_rebuild
         return must_rebuild or _signature(self._watched) != self._signature
+
+    def _has_changed(self, named: list[torch.Tensor], root: torch.Tensor | None) -> bool:
+        """True when there are others to train than before. A model that neither an optimizer holds nor this backward
+        reaches (a metric's network, made on one rank only) does not count: to build anew takes all ranks."""
+        before = [tensor for tensor in self._watched if tensor.requires_grad]
+        now = [tensor for tensor in named if tensor.requires_grad]
+        ids = set(map(id, before))
+        new = [tensor for tensor in now if id(tensor) not in ids]
+        if not new or root is None or len(now) - len(new) < len(before):
+            return not _same(now, before)
+        reached = set(map(id, leaves_behind(root)))
+        return any(id(tensor) in reached or self.discovery.is_held(tensor) for tensor in new)
 
     def _watch(self) -> None:
         self._forget_replica()
@@ -312,36 +336,10 @@ class Synchroniser:
                 )  # fmt: skip
 
     def _forget_replica(self) -> None:
-        self._replica, self._watched, self._signature, self.roots = None, [], [], []
+        self._replica = self._settled_by = None
+        self._watched, self._signature, self.roots = [], [], []
         self._version = -1
         self._covered.clear()
-
-
-def _problem(flags: Flags, means: Flags, world_size: int) -> Exception | None:
-    """What the means of the flags say that must not be."""
-    least = 1 / world_size  # of a flag that one rank has set and the others have not
-    if abs(means.step - flags.step) > least / 2:
-        return DivergenceError(
-            "the ranks are not at the same optimizer step: in this backward they do not have made the same number of "
-            "steps, so one of them has left out a backward or a step (or an optimizer steps while backward runs, in a "
-            "hook: let it step afterwards). Decide on values that are the same on all ranks (distsdk.all_reduce, "
-            "distsdk.gather)."
-        )
-    if least / 2 < means.is_late < 1 - least / 2:
-        return DivergenceError(
-            "some ranks ran a backward where others had only gradients made by hand, or left over from before."
-        )
-    if least / 2 < means.has_weight < 1 - least / 2:
-        return UsageError("distsdk.weight(n) was called on some ranks only: call it on all before the same backward.")
-    if flags.has_weight and means.weight <= 0:
-        return UsageError("distsdk.weight(n): the weights of all ranks are 0, so no mean can be taken.")
-    if not flags.has_weight and abs(means.factor - 1) > 1e-3 * least:
-        return DivergenceError(
-            "the ranks ran this backward on different batches of a loader: their loaders, or the order in which they "
-            "use the batches, differ. Does the dataset divide itself by rank? Then say distsdk.prepare(loader, "
-            "shard=False)."
-        )
-    return None
 
 
 def _scaled(original: Any, scale: float, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

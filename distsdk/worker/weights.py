@@ -53,6 +53,8 @@ class BatchWeights:
     _alive: Counter[float] = field(default_factory=Counter)
     _recent: deque[_Delivery] = field(default_factory=lambda: deque(maxlen=64))
     _last_used: _Delivery | None = None
+    is_unsure: bool = False
+    """True when it could not be told which batch the last loss belonged to."""
     _num_ahead: int | None = None
     """How many batches the user had fetched ahead at the first backward of this loop; None: there was none yet."""
 
@@ -98,6 +100,7 @@ class BatchWeights:
 
         Raises UsageError when it reaches batches that were divided differently, unless the user gave a weight.
         """
+        self.is_unsure = False
         if not self._recent and not self._alive:
             return 1.0
         waiting = [delivery for delivery in self._recent if not delivery.is_used]
@@ -116,6 +119,14 @@ class BatchWeights:
                 "loaders divisible by the number of workers (drop_last=True), or call distsdk.weight(n)."
             )
         return self._used(found, max(factors, default=1.0 if self.latest is None else self.latest.factor))
+
+    def factor_by_order(self, before: float) -> float:
+        """The factor of gradients that came without a graph: that of the batch which is in line, or `before` when a
+        graph has told it already."""
+        in_line = self._in_line()
+        if in_line is None or in_line.is_used:
+            return before
+        return self._used([in_line], in_line.weight.factor)
 
     def _used(self, deliveries: list[_Delivery | None], factor: float) -> float:
         for delivery in deliveries:
@@ -145,10 +156,11 @@ class BatchWeights:
         if found:
             return list(found.values())
         in_line = self._in_line()
-        if self.latest is None or in_line is None:
+        if in_line is None:
             return []
         candidates = [in_line, *reversed(self._recent)]
         fitting = [one for one in candidates if size is None or max(one.weight.count, 1) == size]
+        self.is_unsure = not fitting and in_line.is_used
         return [*fitting[:1]] or [in_line]
 
 

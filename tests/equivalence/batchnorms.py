@@ -34,12 +34,17 @@ def batchnorm1d(size):
     return fitted(normalised(), size)
 
 
-add("batchnorm_in_slices_of_one", batchnorm1d, globally(Size(3, 90, 1)))
-add("batchnorm_with_empty_slices", batchnorm1d, globally(Size(2, 60, 1)))
+add("batchnorm_in_slices_of_one", batchnorm1d, globally(Size(3, 90, 1)), says="BatchNorm1d on slices of one sample")
+add(
+    "batchnorm_with_empty_slices",
+    batchnorm1d,
+    globally(Size(2, 60, 1)),
+    says="BatchNorm1d, some slices always empty",
+)
 add(
     "batchnorm_of_each_worker", batchnorm1d, per_worker(EVEN, RANKS_ONLY),
     globally(Size(12, 96, 3), RANKS_ONLY, sync_batchnorm=False),
-    note="sync_batchnorm=False: statistics of each worker's part, averaged over the workers",
+    note="statistics of each worker's part, averaged over the workers", says="BatchNorm1d with sync_batchnorm=False",
 )  # fmt: skip
 
 

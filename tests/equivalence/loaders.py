@@ -32,11 +32,16 @@ def sequential(size):
     return trained(DataLoader(data(size.length), batch_size=size.batch), size.epochs)
 
 
-add("lengths_that_divide", sequential, globally(Size(12, 96, 3)))
-add("batch_does_not_divide", sequential, globally(Size(7, 84, 2)))
-add("tail_of_one_sample", sequential, globally(Size(8, 81, 2)))
-add("batch_of_two", sequential, globally(Size(2, 41, 1)))
-add("batch_of_one", sequential, globally(Size(1, 24, 1)))
+add("lengths_that_divide", sequential, globally(Size(12, 96, 3)), says="96 samples in batches of 12")
+add("batch_does_not_divide", sequential, globally(Size(7, 84, 2)), says="Batches of 7")
+add("tail_of_one_sample", sequential, globally(Size(8, 81, 2)), says="The last batch is one sample")
+add(
+    "batch_of_two",
+    sequential,
+    globally(Size(2, 41, 1)),
+    says="Batches of 2: from 3 workers on some slices are always empty",
+)
+add("batch_of_one", sequential, globally(Size(1, 24, 1)), says="Batches of 1")
 
 
 @scenario()
@@ -102,7 +107,7 @@ def weighted_sampler_with_generator(size):
 
 @scenario()
 def subset_random_sampler(size):
-    """SubsetRandomSampler over two thirds of the data."""
+    """SubsetRandomSampler over a part of the data."""
     sampler = SubsetRandomSampler(range(0, size.length, 3))
     return trained(DataLoader(data(2 * size.length), batch_size=size.batch, sampler=sampler), 3 * size.epochs)
 

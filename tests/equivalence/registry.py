@@ -41,14 +41,16 @@ class Scenario:
     arguments: Callable[[Size], tuple[Any, ...]] = lambda size: (size,)
     note: str = ""
     """What the reader has to know: the option or the call that makes it equal."""
+    says: str = ""
+    """What the page calls it, when it shares its function with others."""
     in_processes: bool = False
     """It starts loader processes or a compiler, so it is not run in the process of the tests itself."""
     is_slow: bool = False
 
     @property
     def text(self) -> str:
-        """The first line of the docstring, or the name in words."""
-        return (self.train.__doc__ or self.name.replace("_", " ")).strip().splitlines()[0].rstrip(".")
+        """What the page calls it: the first line of the docstring, unless it has something to say of its own."""
+        return self.says or (self.train.__doc__ or "").strip().splitlines()[0].rstrip(".")
 
 
 _scenarios: dict[str, Scenario] = {}

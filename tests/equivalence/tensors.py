@@ -106,7 +106,9 @@ def gradients_as_bucket_views(size):
     """ddp={"gradient_as_bucket_view": True}, with accumulation over two batches."""
     model, record = net(), Record()
     optimizer = sgd(model.parameters())
-    for number, batch in enumerate(batch for _ in range(2 * size.epochs) for batch in DataLoader(data(90), size.batch)):
+    for number, batch in enumerate(
+        batch for _ in range(2 * size.epochs) for batch in DataLoader(data(size.length), size.batch)
+    ):
         (F.mse_loss(model(batch[0]), batch[1]) / 2).backward()
         record.seen.append(batch[2])
         if number % 2:
