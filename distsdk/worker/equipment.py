@@ -91,7 +91,7 @@ class Equipment:
         self.sharding.give_weight = self._give_weight
         self.sharding.on_training_batch = self._drop_weight
         self.batch_statistics = BatchStatistics(
-            lambda part: self.sharding.is_training and not self.discovery.is_foreign(part),
+            lambda part: self.sharding.is_in_training() and not self.discovery.is_foreign(part),
             self.sharding.weights.is_stand_in, lambda: self.synchroniser.share,
         )  # fmt: skip
         self.verifier = Verifier(self._named_tensors, self._send_fingerprint)
@@ -214,10 +214,9 @@ class Equipment:
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters; from the first step on also buffers, which the first forward changed on each rank by itself."""
         left_alone = self.synchroniser.known_buffers.left_alone
-        slots = self.discovery.buffers(is_floating=False) if self.verifier.step else []
-        slots = [slot for slot in slots if slot.id not in left_alone]
+        slots = [slot for slot in self.synchroniser.buffers if slot.id not in left_alone] if self.verifier.step else []
         buffers = [(f"buffer {slot.name}", tensor) for slot in slots if (tensor := slot.tensor()) is not None]
-        return [*self.discovery.named_parameters(), *buffers]
+        return [*(self.synchroniser.named or self.discovery.named_parameters()), *buffers]
 
     def _send_fingerprint(self, step: int, digests: dict[str, int]) -> None:
         self.send(Fingerprinted(self.context.attempt, self.context.rank, step, digests))

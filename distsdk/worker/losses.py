@@ -6,6 +6,7 @@ reduction is encoded in a graph is that of torch/nn/_reduction.py: 1 is a mean, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def loss_problem(
     reductions = [_reduction(node, factor, batch_size) for node, factor in terms]
     if root.numel() != 1:
         reductions = [_reduction_by_hand(root, gradient, batch_size)]
-    elif batch_size and 2 < batch_size <= reductions.count(MEAN):
+    elif batch_size and 2 < batch_size <= sum(_is_of_one_sample(*term, batch_size) for term in terms):
         reductions = [SUM]  # a loss for each sample, added up
     is_sum = SUM in reductions and (MEAN not in reductions or any(_is_certain_sum(node) for node, _ in terms))
     if loss_reduction == "mean" and is_sum:
@@ -67,11 +68,27 @@ _A_FUNCTION = (
 
 def _reduction(node: Any, factor: float, batch_size: int | None) -> int:
     """Whether a term is a mean or a sum over the samples; 0: neither, as far as can be seen."""
-    is_mean_by_hand = batch_size is not None and abs(abs(factor) * batch_size - 1) < 1e-6
+    is_mean_by_hand = _divides_by_samples(node, abs(factor), batch_size)
     saved = getattr(node, "_saved_reduction", None)
     if saved == SUM or (saved is None and _sums_up(node, batch_size)):
         return MEAN if is_mean_by_hand else SUM
     return MEAN if saved == MEAN or node.name().startswith("MeanBackward") else 0
+
+
+def _divides_by_samples(node: Any, factor: float, batch_size: int | None) -> bool:
+    """True for a factor of 1 / samples, or 1 / elements of what is summed up."""
+    if batch_size is None or batch_size < 2:
+        return False
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) or getattr(node, "_saved_self", torch.empty(0)).shape
+    return any(abs(factor * count - 1) < 1e-6 for count in (batch_size, math.prod(sizes)))
+
+
+def _is_of_one_sample(node: Any, factor: float, batch_size: int) -> bool:
+    """A mean over something else than the batch, that no factor of 1 / samples makes part of a mean."""
+    if _reduction(node, factor, None) != MEAN or abs(abs(factor) * batch_size - 1) < 1e-6:
+        return False
+    own = getattr(node, "_saved_self", None)
+    return not isinstance(own, torch.Tensor) or own.shape[:1] != (batch_size,)
 
 
 def _sums_up(node: Any, batch_size: int | None) -> bool:

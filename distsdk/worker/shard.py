@@ -243,6 +243,10 @@ class Sharding:
             self.has_told_unused = True
             self.note("warning", self._waiting_notes.pop())
 
+    def is_in_training(self) -> bool:
+        """True while batches of a training loop are in use: it is open, or some that it gave are still to come."""
+        return self.is_training and (self.noise.is_open or self.weights.is_in_use())
+
     def on_step(self) -> None:
         """An optimizer has stepped: told, when what it trained on was read for evaluation, and nothing for training."""
         if self._is_reading_whole and not self.num_loops and not self.has_read_whole:

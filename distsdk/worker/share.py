@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from distsdk.errors import UsageError
@@ -330,8 +330,8 @@ def is_private(sampler: Any) -> bool:
     parts = [sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)]
     if any(getattr(part, "generator", None) is not None for part in parts):
         return True
-    made_by_torch = (list, tuple, range, type(None))
-    return not all(isinstance(part, made_by_torch) or type(part).__module__ == Sampler.__module__ for part in parts)
+    plain = (list, tuple, range, type(None), BatchSampler, RandomSampler, SequentialSampler)
+    return not all(type(part) in plain for part in parts)
 
 
 def distributed_sampler_in(sampler: Any) -> DistributedSampler[Any] | None:

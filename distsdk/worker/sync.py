@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from distsdk.errors import UsageError
-from distsdk.worker.buffers import Known
+from distsdk.worker.buffers import Known, Slot
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.flags import STEPS_TOLD, Flags, problem_of
 from distsdk.worker.graph import leaves_behind
@@ -63,6 +63,9 @@ class Synchroniser:
         self.stop_agreed = False
         self.roots: list[nn.Module] = []
         """The models in training, kept alive so that their state can still be saved when the function has returned."""
+        self.named: list[tuple[str, torch.Tensor]] = []
+        self.buffers: list[Slot] = []
+        """What all ranks knew when they built a replica together; a rank may have made more since (an average)."""
         self.given_weight: float | None = None
         """By the user, for the next backward."""
         self.factor = 1.0
@@ -325,6 +328,7 @@ class Synchroniser:
         self._signature = _signature(self._watched)
         trainable = [tensor for tensor in self._watched if tensor.requires_grad]
         self.roots = [root for _, root in self.discovery.named_roots()]
+        self.named, self.buffers = self.discovery.named_parameters(), self.discovery.buffers(is_floating=False)
         if trainable and not self._started:
             self._started = True
             self._on_first()

@@ -89,6 +89,12 @@ class BatchWeights:
         alive[factor] += 1
         by_storage[key] = (weakref.ref(tensor, forget), delivery)
 
+    def is_in_use(self) -> bool:
+        """True while a batch waits for its backward, or several are kept."""
+        if any(not delivery.is_used for delivery in self._recent):
+            return True
+        return len({id(delivery) for _, delivery in self._by_storage.values()}) > 1
+
     def is_stand_in(self) -> bool:
         """True while the batch in use, as far as can be said before its backward, is a stand-in for an empty slice."""
         in_line = self._in_line()

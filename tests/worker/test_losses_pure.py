@@ -44,6 +44,10 @@ def test_sums_are_told(loss):
     lambda: F.mse_loss(X, Y) + X.abs().sum() * 0.1,
     lambda: F.mse_loss(X, Y, reduction="none"),
     lambda: F.binary_cross_entropy_with_logits(X, torch.sigmoid(Y)),
+    lambda: ((X - Y) ** 2).sum() / Y.numel(),
+    lambda: sum(F.mse_loss(x, y) for x, y in zip(X, Y)) / 6,
+    lambda: sum(F.mse_loss(X * k, Y) for k in range(1, 8)),
+    lambda: (((X - Y) ** 2).mean(1) * torch.full((6,), 1 / 6)).sum(),
 ])  # fmt: skip
 def test_means_are_not_told(loss):
     assert loss_problem(loss(), "mean", 6, 2) == ""
