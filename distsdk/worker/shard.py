@@ -290,7 +290,8 @@ class Sharding:
         if reading.mode == EVALUATION and now[1] > before[1]:
             self.has_read_whole = True
             self.note("warning", _READ_WHOLE)
-        if reading.mode == TRAINING and not share.own_distributed and now == before:
+        is_kept = self.is_global and self.weights.is_in_use()  # batches that are trained on later
+        if reading.mode == TRAINING and not share.own_distributed and not is_kept and now == before:
             self.has_told_unused = True
             self.note("warning", (
                 f"the loader read at {user_line()} was shared out over the workers as a training loader, but no "
