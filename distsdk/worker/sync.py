@@ -91,6 +91,7 @@ class Synchroniser:
         self._started = False
         self._version = -1
         self._watched: list[torch.Tensor] = []
+        self._trainable: list[torch.Tensor] = []
         self._signature: list[int] = []
         self._replica: Replica | None = None
         self._settled_by: Replica | None = None
@@ -311,7 +312,7 @@ class Synchroniser:
     def _has_changed(self, named: list[torch.Tensor], root: torch.Tensor | None) -> bool:
         """True when there are others to train than before. A model that neither an optimizer holds nor this backward
         reaches (a metric's network, made on one rank only) does not count: to build anew takes all ranks."""
-        before = [tensor for tensor in self._watched if tensor.requires_grad]
+        before = self._trainable
         now = [tensor for tensor in named if tensor.requires_grad]
         ids = set(map(id, before))
         new = [tensor for tensor in now if id(tensor) not in ids]
@@ -326,7 +327,7 @@ class Synchroniser:
         gc.collect()  # a model that only a cycle keeps alive must count on no rank or on all
         self._watched = [tensor for _, tensor in self.discovery.named_parameters()]
         self._signature = _signature(self._watched)
-        trainable = [tensor for tensor in self._watched if tensor.requires_grad]
+        trainable = self._trainable = [tensor for tensor in self._watched if tensor.requires_grad]
         self.roots = [root for _, root in self.discovery.named_roots()]
         self.named, self.buffers = self.discovery.named_parameters(), self.discovery.buffers(is_floating=False)
         if trainable and not self._started:
@@ -341,7 +342,7 @@ class Synchroniser:
 
     def _forget_replica(self) -> None:
         self._replica = self._settled_by = None
-        self._watched, self._signature, self.roots = [], [], []
+        self._watched, self._trainable, self._signature, self.roots = [], [], [], []
         self._version = -1
         self._covered.clear()
 

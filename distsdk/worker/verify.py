@@ -16,7 +16,7 @@ FINAL_STEP = -1
 """Step number of the fingerprint at the end of the function."""
 RARELY = 1000
 """After the first doublings, every so many steps."""
-_WORD, _CHUNK = 8, 1 << 16
+_WORD, _CHUNK = 4, 1 << 16
 """Bytes of a word; words that are summed at once."""
 
 
@@ -28,8 +28,8 @@ def is_checked(step: int) -> bool:
 def digest(tensor: torch.Tensor) -> int:
     """A 64-bit sum of the tensor's raw bits, each word weighted by its position: order counts.
 
-    Word k of 64 bits (the last one filled up with zeros) counts (2 k + 1) times, modulo 2**64; a change of one word
-    always shows, since odd weights are invertible there.
+    Word k of 32 bits (the last one filled up with zeros) counts (2 k + 1) times, modulo 2**64; a change of one word
+    always shows, since odd weights are invertible there, and so does an exchange of two.
     """
     flat = tensor.detach().reshape(-1)
     if flat.is_sparse or flat.layout != torch.strided:
@@ -38,11 +38,11 @@ def digest(tensor: torch.Tensor) -> int:
         return 0
     raw = flat.contiguous().view(torch.uint8).cpu().numpy()
     whole = raw.size - raw.size % _WORD
-    total = _weighted_sum(raw[:whole].view(np.uint64))
+    total = _weighted_sum(raw[:whole].view(np.uint32))
     if whole < raw.size:
         last = np.zeros(_WORD, np.uint8)
         last[: raw.size - whole] = raw[whole:]
-        total += int(last.view(np.uint64)[0]) * (2 * (whole // _WORD) + 1)
+        total += int(last.view(np.uint32)[0]) * (2 * (whole // _WORD) + 1)
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -50,14 +50,14 @@ def _weighted_sum(words: Any) -> int:
     """Sum of (2 k + 1) * words[k], modulo 2**64."""
     total = 0
     for start in range(0, words.size, _CHUNK):
-        part = words[start : start + _CHUNK]
+        part = words[start : start + _CHUNK].astype(np.uint64)
         total += int(np.dot(part, _odd_numbers()[: part.size])) + 2 * start * int(part.sum())
     return total % 2**64
 
 
 @functools.cache
 def _odd_numbers() -> Any:
-    return np.arange(1, 2 * _CHUNK, 2, dtype=np.uint64)
+    return np.arange(1, 2 * _CHUNK, 2, dtype=np.uint32)
 
 
 class Verifier:
