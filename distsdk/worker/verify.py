@@ -57,7 +57,7 @@ def _weighted_sum(words: Any) -> int:
 
 @functools.cache
 def _odd_numbers() -> Any:
-    return np.arange(1, 2 * _CHUNK, 2, dtype=np.uint32)
+    return np.arange(1, 2 * _CHUNK, 2, dtype=np.uint64)
 
 
 class Verifier:
