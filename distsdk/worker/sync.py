@@ -303,7 +303,7 @@ class Synchroniser:
         if self._version != self.discovery.version:
             self._version = self.discovery.version
             named = [tensor for _, tensor in self.discovery.named_parameters()]
-            if self._has_changed(named, root):
+            if _signature(self._watched) != self._signature or self._has_changed(named, root):
                 return True
             self._watched, self._signature = named, _signature(named)
         must_rebuild = self._replica is not None and self._replica.must_rebuild
