@@ -232,6 +232,8 @@ class Equipment:
     def _check_data(self) -> None:
         synchroniser, sharding = self.synchroniser, self.sharding
         sharding.finish()
+        if not self.training.wrap:  # then what is read is the user's to say
+            return
         if synchroniser.num_backwards and not sharding.has_shared_out:
             self.session.note("warning", _SAME_DATA)
         has_trained = synchroniser.num_backwards or self.verifier.step or synchroniser.has_reduced

@@ -123,7 +123,8 @@ def _reduction_by_hand(root: torch.Tensor, gradient: Any, batch_size: int | None
 def _is_unequal_mean(term: Any) -> bool:
     if not term.name().startswith("NllLoss") or term._saved_reduction != MEAN:
         return False
-    if term._saved_weight is not None:
+    weight = term._saved_weight
+    if weight is not None and bool(weight.min() != weight.max()):
         return True
     ignored = (term._saved_ignore_index + 2**63) % 2**64 - 2**63  # it is shown as an unsigned number
     return bool((term._saved_target == ignored).any())

@@ -35,9 +35,9 @@ class Rule:
     exact: bool = False
 
 _READ_WHOLE = (
-    "a loader was read whole by every worker, since all models were in eval mode, but they were trained on it: the "
-    "workers do the same work. Call model.train() before training; for frozen BatchNorm, put only those modules into "
-    "eval mode."
+    "a loader was read whole by every worker, since gradients were off or all models in eval mode when it was begun, "
+    "but they were trained on it: the workers do the same work. Call model.train() before training; for frozen "
+    "BatchNorm, put only those modules into eval mode."
 )
 _BEGUN_FOR_TRAINING = (
     "the iterator read at {} was begun for training, so that each worker gets its part only, and is read with "

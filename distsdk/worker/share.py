@@ -171,6 +171,7 @@ class Share:
         s = self._sharding
         if self.is_exact:
             self._mode = self._mode or EVALUATION
+            s.has_foreign = True
             return Reading(s, EXACT, iter(self._part), self.reading)
         if self.is_evaluating():
             self._mode = self._mode or EVALUATION
