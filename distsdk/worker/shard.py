@@ -192,7 +192,7 @@ class Sharding:
         reading.num_batches += 1
         if self.is_training:
             self.on_training_batch()
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and not iterator._index_sampler.own_distributed:
                 self.note("warning", _BEGUN_FOR_TRAINING.format(user_line()))
         weight = reading.weight_of(iterator._num_yielded)
         if isinstance(batch, Fetched):
@@ -230,12 +230,14 @@ class Sharding:
             iterator._in_order = True
         self._flush()
         reading.line = user_line()
-        weakref.finalize(iterator, self._on_freed, reading)
+        is_ours = not iterator._index_sampler.own_distributed
+        weakref.finalize(iterator, self._on_freed, reading, is_ours)
 
-    def _on_freed(self, reading: Reading) -> None:
+    def _on_freed(self, reading: Reading, is_ours: bool) -> None:
         """The iterator of a training loop is gone. Nothing is sent here, where anything may be going on."""
         self.noise.close(reading.window)
-        if reading.num_batches > 1 and not reading.is_exhausted and self.progress() == reading.progress_at_start:
+        is_left = is_ours and reading.num_batches > 1 and not reading.is_exhausted
+        if is_left and self.progress() == reading.progress_at_start:
             self._waiting_notes.append(_LEFT_UNTRAINED.format(reading.line))
 
     def _flush(self) -> None:
@@ -290,7 +292,7 @@ class Sharding:
         if reading.mode == EVALUATION and now[1] > before[1]:
             self.has_read_whole = True
             self.note("warning", _READ_WHOLE)
-        is_kept = self.is_global and self.weights.is_in_use()  # batches that are trained on later
+        is_kept = self.is_global and self.weights.is_kept()  # batches that are trained on later
         if reading.mode == TRAINING and not share.own_distributed and not is_kept and now == before:
             self.has_told_unused = True
             self.note("warning", (

@@ -91,8 +91,10 @@ class BatchWeights:
 
     def is_in_use(self) -> bool:
         """True while a batch waits for its backward, or several are kept."""
-        if any(not delivery.is_used for delivery in self._recent):
-            return True
+        return any(not delivery.is_used for delivery in self._recent) or self.is_kept()
+
+    def is_kept(self) -> bool:
+        """True while tensors of several batches are alive: the user has put them by."""
         return len({id(delivery) for _, delivery in self._by_storage.values()}) > 1
 
     def is_stand_in(self) -> bool:

@@ -242,7 +242,6 @@ def test_everything_that_is_one_number_can_be_reported() -> None:
 BAD_REPORTS = [
     ({"step": -1}, "report(step=-1)", "at least 0"),
     ({"step": 0.5}, "report(step=0.5)", "whole number"),
-    ({"weight": 0}, "report(weight=0)", "above 0"),
     ({"reduce": "median"}, "reduce='median' for 'loss'", "'mean', 'sum', 'min', 'max', 'last'"),
     ({"checkpoint": [1]}, "checkpoint=...", "mapping of names to objects, not list"),
 ]
