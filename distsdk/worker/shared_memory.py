@@ -11,7 +11,6 @@ processors see in that order on x86-64 only; elsewhere the reduction is gloo's.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import platform
@@ -34,6 +33,8 @@ _LOOKS = 200
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 """Of Linux on x86-64 (asm/unistd_64.h, linux/futex.h)."""
 TOLD_AFTER_S = 10
+GIVEN_UP_AFTER_S = 1800
+"""As torch's process groups do by default (torch.distributed.constants.default_pg_timeout)."""
 _WAIT_S = 1
 """After so long the counter is looked at again, whatever the kernel says."""
 
@@ -110,12 +111,16 @@ class SharedMemory:
             self._libc.syscall(
                 _SYS_FUTEX, self._addresses[rank], _FUTEX_WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
             )
-            if time.monotonic() - begun_s > TOLD_AFTER_S:
-                self._note("warning", (
-                    f"rank {self._rank} has waited {TOLD_AFTER_S} s in a backward for rank {rank}, which does "
-                    "something else: all ranks have to run the same number of backwards."
-                ))  # fmt: skip
-                begun_s = math.inf
+            self._look_at_clock(rank, time.monotonic() - begun_s)
+
+    def _look_at_clock(self, rank: int, waited_s: float) -> None:
+        if waited_s > TOLD_AFTER_S:
+            self._note("warning", (
+                f"rank {self._rank} has waited {TOLD_AFTER_S} s in a backward for rank {rank}, which does "
+                "something else: all ranks have to run the same number of backwards."
+            ))  # fmt: skip
+        if waited_s > GIVEN_UP_AFTER_S:
+            raise RuntimeError(f"rank {self._rank} has waited {GIVEN_UP_AFTER_S} s in a backward for rank {rank}.")
 
 
 def _mapped(rank: int, size: int, agreed: Callable[[str, Any], Any]) -> mmap.mmap | None:

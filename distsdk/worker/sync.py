@@ -196,18 +196,14 @@ class Synchroniser:
             run()
             means = replica.settle()
             self._settled_by = replica
-        except NotImplementedError as error:
+        except BaseException as error:
             self._forget_replica()
             replica.retire()
-            if "SparseTensorImpl" in str(error):
+            if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
                 raise UsageError(
                     "a parameter got a sparse gradient that is not the weight of an nn.Embedding or nn.EmbeddingBag "
                     "made with sparse=True: hold it in one, or use a dense gradient."
                 ) from error
-            raise
-        except BaseException:
-            self._forget_replica()
-            replica.retire()
             raise
         finally:
             callback.remove()
