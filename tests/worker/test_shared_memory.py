@@ -88,3 +88,18 @@ def test_one_descriptor_that_no_child_inherits():
         return [os.get_inheritable(fd) for fd in ours]
 
     assert on(2, descriptors)().values == [[False]] * 2  # Python's mmap keeps one
+
+
+@pytest.mark.slow
+def test_a_long_wait_is_told_and_goes_on(capsys):
+    def one_is_slow():
+        model = nn.Linear(2, 1)
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                time.sleep(12)
+            model(torch.ones(2, 2)).mean().backward()
+        return model.weight.grad.tolist()
+
+    values = on(2, one_is_slow)().values
+    assert values[0] == values[1]
+    assert "rank 0 has waited 10 s in a backward for rank 1" in capsys.readouterr().err
