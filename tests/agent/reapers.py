@@ -82,6 +82,25 @@ def session(write: int) -> None:
     tell(write, subprocess.Popen(SLEEPS, start_new_session=True).pid)
 
 
+def nested(write: int, depth: int = 2) -> None:
+    """A process in a session of its own, with a child in one of its own: that is nobody's orphan before its parent has
+    been killed."""
+    told_read, told_write = os.pipe()
+
+    def leads() -> None:
+        os.setsid()
+        tell(write, os.getpid())
+        if depth > 1:
+            nested(write, depth - 1)
+        os.write(told_write, b".")
+        time.sleep(100)
+
+    forked(leads)
+    os.read(told_read, 1)
+    os.close(told_read)
+    os.close(told_write)
+
+
 def in_group(write: int) -> None:
     """A subprocess as they are by default."""
     tell(write, subprocess.Popen(SLEEPS).pid)
@@ -90,6 +109,7 @@ def in_group(write: int) -> None:
 def all_of_it(write: int) -> None:
     daemon(write, depth=3)
     session(write)
+    nested(write)
     in_group(write)
 
 

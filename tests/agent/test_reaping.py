@@ -31,12 +31,12 @@ def seen_by(agent: str) -> dict[str, Any]:
 
 
 def test_all_that_a_killed_worker_had_started_is_gone() -> None:
-    """Daemons of daemons, and a process in a session of its own."""
-    assert seen_by("killed_worker") == {"before": 5, "status": -signal.SIGKILL, "left": [], "known_lives": True}
+    """Daemons of daemons, and processes in sessions of their own, also below one another."""
+    assert seen_by("killed_worker") == {"before": 7, "status": -signal.SIGKILL, "left": [], "known_lives": True}
 
 
 def test_what_other_workers_have_started_is_spared() -> None:
-    assert seen_by("living_worker") == {"left": [], "spared": 5, "left_then": [], "children": []}
+    assert seen_by("living_worker") == {"left": [], "spared": 7, "left_then": [], "children": []}
 
 
 def test_orphans_that_are_dead_are_collected() -> None:
