@@ -60,10 +60,12 @@ class Scene:
 
     def clashing(self, rank: int, wait: Wait) -> list[int]:
         """The members that wait in another collective under the same number of the same group."""
+        if wait.is_p2p or wait.needs is not None:
+            return []
         return [
             other
             for other in wait.ranks
-            if other != rank and not wait.is_p2p
+            if other != rank
             for theirs in self.waits_of(other)
             if (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
         ]
@@ -98,10 +100,9 @@ def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:
 
 
 def position(scene: Scene) -> object:
-    """What must be the same at two looks for a verdict: nothing has moved in between."""
-    return [
-        (rank, seen.waits, seen.done, seen.progress, seen.is_blocked)
-        for rank, seen in sorted(scene.seen.items())
+    """What must be the same at two looks for a verdict: nothing has moved, and nobody has ended, in between."""
+    return sorted(scene.outcomes), [
+        (rank, seen.waits, seen.done, seen.progress, seen.is_blocked) for rank, seen in sorted(scene.seen.items())
     ]
 
 
