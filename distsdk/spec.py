@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 from distsdk.errors import UsageError
+from distsdk.fault_plan import Fault
 
 LOG_CHOICES = ("rank0", "all", "none")
 START_CHOICES = ("auto", "fork", "exec")
@@ -235,3 +236,5 @@ class WorkerSpec:
     """``__file__`` of the driver's ``__main__``, for classes and loader processes that look it up; None: none."""
     main_name: str | None
     """Module name of the driver's ``__main__`` when started with ``python -m``."""
+    faults: list[Fault] = field(default_factory=list)
+    """Of all ranks and attempts, as a test has planned them."""

@@ -11,7 +11,7 @@ from distsdk.spec import NodeInfo, WorkerSpec
 NOT_WRITTEN = "-"
 DATA, DATA_STEP = "data", -1
 """Name and step of fingerprints of data: the first loader has step -2, the next -3, and so on."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this file; a peer that announces another one is refused."""
 
 

@@ -25,6 +25,7 @@ from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.faults import Faults
 from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.inspection import Inspection
 from distsdk.worker.session import Session
@@ -70,9 +71,10 @@ class Equipment:
     """One rank's session, discovery, synchroniser, verifier and sharding."""
 
     def __init__(
-        self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own
-    ) -> None:
-        self.context, self.training = context, training
+        self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own,
+        faults: Faults | None = None,
+    ) -> None:  # fmt: skip
+        self.context, self.training, self.faults = context, training, faults
         self.send = send
         self.discovery = Discovery()
         self.session = Session(context, send, lambda: self.synchroniser.stop_agreed, self.weight_of_report)
@@ -120,6 +122,8 @@ class Equipment:
         """Within it, the user's function can run. With wrap=False models and loaders are left alone, until some are
         given to ``prepare``."""
         with ExitStack() as self._stack:
+            if self.faults:  # first, so that they happen inside what is put around the same functions
+                self._stack.enter_context(self.faults.in_place(self.session))
             for module, current in ((contexts, self.context), (sessions, self.session)):
                 self._stack.callback(module.enter, module.enter(current))
             self._stack.callback(enter, enter(self))
@@ -129,6 +133,10 @@ class Equipment:
                 self._stack.enter_context(self.discovery.watching())
                 self.install()
             yield
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the user's function returns."""
+        return self.faults.call(fn, args, kwargs) if self.faults else fn(*args, **kwargs)
 
     def install(self) -> None:
         """From now on, what is known takes part."""

@@ -39,6 +39,7 @@ from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpa
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of, torchrun_environment
 from distsdk.worker.equipment import Equipment
+from distsdk.worker.faults import faults_for
 from distsdk.worker.lifeline import die_with_parent
 from distsdk.worker.outcome import EXCEPTION_BYTES, raised
 from distsdk.worker.randomness import seed_everything
@@ -157,7 +158,9 @@ class Worker:
         self.channel = channel
         self.pid = os.getpid()
         self.released = threading.Event()
-        self.equipment = Equipment(context_of(spec), spec.seed, spec.training, channel.send, self._agreed)
+        context = context_of(spec)
+        faults = faults_for(spec.faults, context, channel.fileno())
+        self.equipment = Equipment(context, spec.seed, spec.training, channel.send, self._agreed, faults)
         self._shipped: dict[int, Any] = {}
         self._store: Any = None
         self._published: list[str] = []
@@ -210,7 +213,7 @@ class Worker:
                 for model in modules_in(*handed):
                     model.to(equipment.context.device)
             try:
-                value = fn(*args, **kwargs)
+                value = equipment.call(fn, args, kwargs)
             except StopTraining:
                 equipment.save_models()
                 raise

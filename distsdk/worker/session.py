@@ -32,6 +32,8 @@ class Session:
     """By name: what is reported in different places, or by some ranks only, is counted apart."""
     num_checkpoints: int = 0
     _told: set[str] = field(default_factory=set)
+    on_event: Callable[[str], None] | None = None
+    """Told of each "report" before, and "reported" after it, where faults are planned."""
 
     def note(self, level: str, text: str) -> None:
         """A sentence for the user, once."""
@@ -116,12 +118,16 @@ def _send_report(
     folds: dict[str, str],
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
+    if session.on_event:
+        session.on_event("report")
     at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
     weight = session.default_weight() if weight is None else weight
     session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds, name))
     session.leave_if_stopping()
+    if session.on_event:
+        session.on_event("reported")
 
 
 def _saved(session: Session, step: int, checkpoint: Mapping[str, Any], numbers: dict[str, float]) -> str:
