@@ -3,8 +3,11 @@
 import asyncio
 import errno
 import os
+import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -563,3 +566,18 @@ def test_a_scheduled_fault_comes():
     planned = faults.schedule(3, ranks=2, steps=STEPS, kinds=("kill", "exit"))
     (fault,) = planned.faults
     assert error_of(planned, train, WorkerDied).rank == fault.rank
+
+
+def test_the_worked_example_of_the_guide(tmp_path):
+    """It runs as it stands, with pytest."""
+    guide = (Path(__file__).parents[2] / "docs/guide/faults.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    (example,) = (block for block in blocks if "import pytest" in block)
+    (tmp_path / "test_example.py").write_text(example, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(distsdk.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout
