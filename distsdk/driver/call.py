@@ -41,6 +41,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What the driver's process looks like to code that runs in it, when the call is made; workers imitate it."""
+
+    cwd: str
+    sys_path: list[str]
+    argv: list[str]
+    main_file: str | None
+    main_name: str | None
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """As they are now."""
+        main = sys.modules.get("__main__")
+        return cls(
+            cwd=_folder(),
+            sys_path=[entry for entry in sys.path if isinstance(entry, str)],
+            argv=list(sys.argv),
+            main_file=_existing(getattr(main, "__file__", None)),
+            main_name=getattr(getattr(main, "__spec__", None), "name", None),
+        )
+
+
+@dataclass(frozen=True)
 class Call:
     """A call that is ready to run."""
 
@@ -55,6 +78,7 @@ class Call:
     parcel: Parcel
     descriptors: list[int]
     home: Mapping[int, Any]
+    surroundings: Surroundings
     faults: list[Fault]
 
 
@@ -93,7 +117,8 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, faults)
+    here = Surroundings.here()
+    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, here, faults)
 
 
 def _is_main_run_again() -> bool:
@@ -140,14 +165,12 @@ def versions() -> Mapping[str, str]:
     return found
 
 
-def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
-    """The specs of all ranks on the one node there is."""
-    main = sys.modules.get("__main__")
-    main_spec = getattr(main, "__spec__", None)
+def worker_specs(call: Call, cpus: int, attempt: int, checkpoint: str) -> list[WorkerSpec]:
+    """The specs of all ranks on the one node there is, for one attempt."""
     return [
         WorkerSpec(
             place=place,
-            attempt=0,
+            attempt=attempt,
             run_id=call.run_id,
             run_dir=str(call.folder.path),
             seed=call.seed,
@@ -156,11 +179,9 @@ def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
             store_port=0,
             num_threads=num_threads(cpus, place.local_world_size, call.plan.env.get("OMP_NUM_THREADS")),
             env={**call.plan.env, **_gpu_environment(call.plan, place.local_rank)},
-            cwd=_folder(),
-            sys_path=[entry for entry in sys.path if isinstance(entry, str)],
-            argv=list(sys.argv),
-            main_file=_existing(getattr(main, "__file__", None)),
-            main_name=getattr(main_spec, "name", None),
+            **vars(call.surroundings),
+            max_restarts=call.options.max_restarts,
+            checkpoint=checkpoint,
             faults=call.faults,
         )
         for place in places([call.plan.num_workers])[0]
