@@ -10,7 +10,7 @@ from typing import Any
 from distsdk.driver.events import Verdict
 from distsdk.driver.hang import Scene, last_collectives
 from distsdk.driver.restarts import AttemptInfo
-from distsdk.driver.root_cause import has_failed, is_peer_error, ranks_named
+from distsdk.driver.root_cause import has_failed, is_killed, is_peer_error, ranks_named
 from distsdk.driver.watch import stack_lines
 from distsdk.errors import (
     AgentLost,
@@ -98,12 +98,13 @@ def stand_in(outcome: Raised) -> BaseException:
 
 def _instance_of(outcome: Raised) -> BaseException:
     name, content = outcome.type_name.rpartition(".")[2], {"__module__": "distsdk.errors"}
+    plain: type[DistError] = type(name, (DistError,), content)
     nearest = getattr(builtins, outcome.bases[0], None) if outcome.bases else None
     if isinstance(nearest, type) and issubclass(nearest, Exception) and nearest is not Exception:
         with contextlib.suppress(TypeError):  # a builtin type that cannot be combined, or wants arguments
-            cls = type(name, (DistError, nearest), {**content, "__str__": BaseException.__str__})
-            return cls.__new__(cls)
-    return type(name, (DistError,), content)()
+            both: type[BaseException] = type(name, (DistError, nearest), {**content, "__str__": BaseException.__str__})
+            return both.__new__(both)
+    return plain()
 
 
 def described(outcome: Outcome) -> str:
@@ -199,8 +200,7 @@ def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
 
 def _is_failure(outcome: Outcome) -> bool:
     """Failed by itself: killed by distsdk, as the others are, does not count."""
-    is_ours = isinstance(outcome, Died) and outcome.signal == "SIGKILL" and not outcome.reason
-    return has_failed(outcome) and not is_ours
+    return has_failed(outcome) and not is_killed(outcome)
 
 
 def history_of(attempts: Sequence[AttemptInfo]) -> list[str]:

@@ -31,6 +31,10 @@ class Scene:
         """Ranks whose function still runs."""
         return [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
 
+    def all_answered(self) -> bool:
+        """True when each live rank has said itself where it is."""
+        return all(rank in self.seen and self.seen[rank].has_answered for rank in self.live())
+
     def waits_of(self, rank: int) -> list[Wait]:
         """The collectives that a live rank cannot go on without. A GPU's work goes on beside the main thread, so there
         any that is not over counts."""

@@ -83,9 +83,10 @@ class Run:
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
         if is_final or self._requests.is_stop_wanted:
             return False
-        self._why_no_more = no_progress(self.attempts)
+        self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
         if not self._why_no_more:
-            self._tell(f"{info.cause}; attempt {info.number + 1} of {self.call.options.max_restarts} restarts begins")
+            restarts = f"restart {info.number + 1} of at most {self.call.options.max_restarts}"
+            self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
         return not self._why_no_more
 
     def _info(self, attempt: Attempt) -> AttemptInfo:
@@ -209,7 +210,9 @@ def _cause_of(attempt: Attempt) -> str:
         return f"rank {verdict.rank} {described(group.outcomes[verdict.rank])}"
     if verdict.kind == "interrupted":
         return f"stopped: {group.stop_reason}"
-    return "" if verdict.kind == "completed" else f"{verdict.kind}: {verdict.detail}".replace("_", " ")
+    if verdict.kind == "completed":
+        return ""
+    return f"{verdict.kind.replace('_', ' ')}{f': {verdict.detail}' if verdict.detail else ''}"
 
 
 def _status_of(verdict: Verdict) -> str:

@@ -9,10 +9,20 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+Around = Callable[[Path], AbstractContextManager[Any]]
+_around: Around = nullcontext
+
+
+def enter(around: Around) -> Around:
+    """Put `around` around everything that is filled from now on; returns the one before. For planned faults."""
+    global _around
+    before, _around = _around, around
+    return before
 
 
 @contextmanager
@@ -22,7 +32,8 @@ def committed_folder(place: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        yield staging
+        with _around(place):
+            yield staging
         for file in staging.rglob("*"):
             force_to_disk(file)
         force_to_disk(staging)
@@ -51,7 +62,8 @@ def committed_file(place: Path) -> Iterator[Path]:
     """A file name to write to; when the block ends well the file stands at `place`, else nothing changed."""
     staging = place.parent / f".{place.name}.{os.getpid()}.tmp"
     try:
-        yield staging
+        with _around(place):
+            yield staging
         staging.replace(place)
     finally:
         staging.unlink(missing_ok=True)

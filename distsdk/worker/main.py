@@ -48,10 +48,11 @@ from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpa
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
+from distsdk.worker.faults import faults_for
 from distsdk.worker.lifeline import adopt_orphans, die_with_parent
 from distsdk.worker.outcome import EXCEPTION_BYTES, raised
 from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
-from distsdk.worker.randomness import seed_everything
+from distsdk.worker.randomness import places_of_init, seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
 from distsdk.worker.settings import apply_settings
 from distsdk.worker.tensors import storage_reducer
@@ -61,6 +62,7 @@ def warm_up() -> None:
     """Before forking: what is slow only the first time in a process. Starts no thread and touches no GPU."""
     installed_torch_problem()
     seed_everything(0)
+    places_of_init()
 
 
 def run(control: socket.socket) -> None:
@@ -105,9 +107,11 @@ class Worker:
         self.pid = os.getpid()
         self._released = threading.Event()
         self._counters = counters
+        context = context_of(spec)
         self.equipment = Equipment(
-            context_of(spec), spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint
-        )
+            context, spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint,
+            faults_for(spec.faults, context, channel.fileno()),
+        )  # fmt: skip
         self._shipped: dict[int, Any] = {}
         self._store: Any = None
         self._published: list[str] = []
@@ -201,7 +205,7 @@ class Worker:
                 for model in modules_in(*handed):
                     model.to(equipment.context.device)
             try:
-                value = fn(*args, **kwargs)
+                value = equipment.call(fn, args, kwargs)
             except StopTraining:
                 equipment.save_models()
                 raise
