@@ -100,7 +100,14 @@ def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:
     if scene.clashing(rank, wait):
         return False
     missing = scene.missing(rank, wait)
-    return any(other in free for other in missing) if wait.is_p2p else all(other in free for other in missing)
+    if wait.is_p2p:  # whom it is for is not known
+        return any(other in free or _may_serve(scene, other, wait) for other in missing)
+    return all(other in free for other in missing)
+
+
+def _may_serve(scene: Scene, other: int, wait: Wait) -> bool:
+    """True when `other` is in the opposite of `wait`: it sends where that receives."""
+    return any(theirs.is_p2p and not ("recv" in theirs.op and "recv" in wait.op) for theirs in scene.waits_of(other))
 
 
 def position(scene: Scene) -> object:

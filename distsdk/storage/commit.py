@@ -69,6 +69,12 @@ def committed_file(place: Path) -> Iterator[Path]:
         staging.unlink(missing_ok=True)
 
 
+def sweep(parent: Path) -> None:
+    """Remove what was being written in `parent` by processes that are gone."""
+    for staging in parent.glob(".*.tmp"):
+        shutil.rmtree(staging, ignore_errors=True) if staging.is_dir() else staging.unlink(missing_ok=True)
+
+
 def force_to_disk(path: Path) -> None:
     """fsync a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)

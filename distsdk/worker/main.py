@@ -38,6 +38,7 @@ from distsdk.wire.messages import (
     Inspected,
     Outcome,
     Parcel,
+    Raised,
     Release,
     Returned,
     Stop,
@@ -50,7 +51,7 @@ from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
 from distsdk.worker.faults import faults_for
 from distsdk.worker.lifeline import adopt_orphans, die_with_parent
-from distsdk.worker.outcome import EXCEPTION_BYTES, raised
+from distsdk.worker.outcome import EXCEPTION_BYTES, raised, safe_text
 from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
 from distsdk.worker.randomness import places_of_init, seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
@@ -94,6 +95,7 @@ def _wait_for_assignment(channel: Channel) -> tuple[Assign, list[int]]:
     return message, descriptors
 
 
+TRIES = 5
 PUBLISHED = 32
 """How many values rank 0 keeps in the store for ranks that are behind."""
 
@@ -187,10 +189,18 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
             if isinstance(error, KeyboardInterrupt) and self.equipment.synchroniser.stop_asked:
                 return Stopped(), []  # no step boundary came in time
-            outcome = raised(error, self._pack_exception, self._unpack_own)
+            outcome = self._failed(error)
             if isinstance(outcome, Died) and outcome.exit_code == 0:
                 return self._returned((None, None), by_exit=True)  # sys.exit(0): done, and all is well
             return outcome, []
+
+    def _failed(self, error: BaseException) -> Outcome:
+        """The outcome for what the function raised. A signal's handler may raise meanwhile (torch's does, for each
+        loader process that was killed): then it is tried again."""
+        for _ in range(TRIES):
+            with contextlib.suppress(Exception):
+                return raised(error, self._pack_exception, self._unpack_own)
+        return Raised(type(error).__qualname__, safe_text(error), "", "", None)
 
     def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any] | None] | None]:
         """What the function returned and, on rank 0, the states of models, optimizers and schedulers handed over."""

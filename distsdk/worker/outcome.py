@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -113,10 +114,18 @@ def _is_own(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "distsdk"
 
 
+_OTHERS = ("/site-packages/", "/dist-packages/", "/distsdk/", "<frozen ", sysconfig.get_paths()["stdlib"])
+
+
+def is_users_file(file: str) -> bool:
+    """False for installed packages and the standard library."""
+    return not any(part in file for part in _OTHERS)
+
+
 def _where(trace: TracebackType | None) -> str:
     """The innermost frame outside installed packages, else the innermost of all."""
     frames = traceback.extract_tb(trace)
-    users = [f for f in frames if "site-packages" not in f.filename and "/distsdk/" not in f.filename]
+    users = [frame for frame in frames if is_users_file(frame.filename)]
     for frame in reversed(users or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
