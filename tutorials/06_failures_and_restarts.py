@@ -1,7 +1,7 @@
 """What happens when a worker dies: the run goes on from its last checkpoint, and tells what was lost.
 
-`max_restarts=2` lets all ranks start again up to twice; `get_checkpoint()` gives the last committed checkpoint. The faults
-are made on purpose here, with `distsdk.testing.faults`, as a test of your own would make them.
+`max_restarts=2` lets all ranks start again up to twice; `get_checkpoint()` gives the last committed checkpoint. The
+faults are made on purpose here, with `distsdk.testing.faults`, as a test of your own would make them.
 """
 
 import torch
@@ -44,7 +44,8 @@ with faults.kill(rank=1, at_step=100):  # 29 steps make an epoch: in the middle 
     result = train(digits, epochs=6)
 print(f"finished in attempt {result.value}, epochs {[row['step'] for row in result.history]}")
 for attempt in result.attempts:
-    print(f"attempt {attempt.number}: {attempt.status}, {attempt.steps} steps, {attempt.steps_lost} lost; {attempt.cause}")
+    steps = f"{attempt.steps} steps, {attempt.steps_lost} lost"
+    print(f"attempt {attempt.number}: {attempt.status}, {steps}; {attempt.cause}")
 
 try:
     with faults.raises(ValueError("bad row"), rank=1, at_step=5):
