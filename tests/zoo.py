@@ -231,7 +231,8 @@ def stops_itself() -> None:
 
 def holds_the_interpreter(seconds: int = int(LONG_S)) -> str:
     """Native code that never gives the lock of the interpreter away: no other thread of the worker runs."""
-    ctypes.PyDLL(None).sleep(seconds)
+    while seconds := ctypes.PyDLL(None).sleep(seconds):  # what is left, if a signal has come
+        pass
     return "held"
 
 
@@ -314,8 +315,7 @@ def leaves_a_child_and_dies() -> None:
 
 def leaves_a_session() -> int:
     """A process in a session of its own, which ignores what can be ignored; returns its id."""
-    script = "trap '' TERM HUP INT; while :; do sleep 600; done"
-    return subprocess.Popen(["sh", "-c", script], start_new_session=True).pid
+    return subprocess.Popen(["sh", "-c", "trap '' TERM HUP INT; sleep 600; sleep 600"], start_new_session=True).pid
 
 
 def leaves_a_daemon() -> int:

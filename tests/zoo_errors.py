@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.zoo import KillsOnLoad, NotAnException, kills_itself, rank
+from tests.zoo import KEPT, KillsOnLoad, NotAnException, kills_itself, rank
 
 
 class ErrorWithSlots(Exception):
@@ -170,7 +170,7 @@ def _bad_hook(_gradient: Any) -> None:
 
 
 class RowsWithABadOne(Dataset[int]):
-    """Row 12 cannot be read; what happens then is `ending`."""
+    """Row 12 cannot be read; what happens then is `ending`: "raise", the name of a signal, or nothing at all."""
 
     def __init__(self, ending: str) -> None:
         self.ending = ending
@@ -181,7 +181,7 @@ class RowsWithABadOne(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index == 12 and self.ending == "raise":
             raise KeyError("img_12")
-        if index == 12:
+        if index == 12 and self.ending.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[self.ending])
         return index
 
@@ -189,6 +189,14 @@ class RowsWithABadOne(Dataset[int]):
 def loses_a_loader_process(ending: str = "SIGKILL") -> int:
     """On the rank whose share holds row 12; see `RowsWithABadOne`."""
     return sum(int(batch.sum()) for batch in DataLoader(RowsWithABadOne(ending), batch_size=2, num_workers=1))
+
+
+def leaves_loader_processes() -> list[int]:
+    """Alive, with batches in shared memory, while nobody reads; returns their ids."""
+    reading: Any = iter(DataLoader(RowsWithABadOne("none"), num_workers=2, prefetch_factor=4))
+    next(reading)
+    KEPT.append(reading)
+    return [process.pid for process in reading._workers]
 
 
 def wraps_the_end_of_a_peer(form: str, ending: str) -> None:

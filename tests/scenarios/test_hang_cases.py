@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import distsdk
 from distsdk import DeadlineExceeded, HangError, distributed
+from tests import zoo
 from tests.leaks import outside_pool
 from tests.scenarios.drivers import driver, wait_until
 from tests.scenarios.endings import AT_MOST_S, Ending, ended
@@ -188,7 +188,9 @@ ASKS = """
 """
 
 
-@pytest.mark.parametrize("kind", ["terminal", "pipe", "nothing"])
+@pytest.mark.parametrize("kind", [
+    "terminal", pytest.param("pipe", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)
+])  # fmt: skip
 def test_a_worker_that_asks_the_user_is_told_that_it_has_no_stdin(tmp_path: Path, kind: str) -> None:
     ours, theirs = pty.openpty() if kind == "terminal" else os.pipe()[::-1]
     os.write(ours, b"for the driver\n")
@@ -230,7 +232,7 @@ def test_a_rank_that_holds_the_interpreter_is_waited_for(seconds: int, capfd: py
     @distributed(workers=2, gpu=False, stall_warn=0.5, stall_timeout=seconds * 10.0)
     def train() -> float:
         if rank() == 1:
-            ctypes.PyDLL(None).sleep(seconds)
+            zoo.holds_the_interpreter(seconds)
         total = torch.ones(1)
         dist.all_reduce(total)
         return float(total)
