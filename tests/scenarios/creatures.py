@@ -10,7 +10,7 @@ import pytest
 from distsdk import distributed
 from tests.scenarios.endings import AT_ONCE_S
 
-IN_EXEC_TOO = {"raises", "kills_itself SIGKILL", "vanishes 0", "leaves_a_session", "returns_early all_reduce"}
+IN_EXEC_TOO = {"raises", "kills_itself SIGKILL", "leaves_a_session", "returns_early all_reduce"}
 """These are tried in exec'ed workers in every run of the tests; all the others in the slow ones."""
 HANG_S = 12.0
 """A certain deadlock is told within three seconds; a busy machine has more."""
@@ -43,16 +43,24 @@ class Creature(NamedTuple):
         return " ".join([self.call.__name__, *map(str, self.args)])
 
 
-def in_both_starts(creatures: Iterable[Creature]) -> pytest.MarkDecorator:
-    """Parameters `start` and `creature`."""
+def in_both_starts(creatures: Iterable[Creature], slow: frozenset[str] = frozenset()) -> pytest.MarkDecorator:
+    """Parameters `start` and `creature`; those that are named in `slow` are for the slow tests in both."""
     rows = []
     for creature in creatures:
-        marks = [] if creature.name in IN_EXEC_TOO else [pytest.mark.slow]
-        rows.append(pytest.param("fork", creature, id=f"fork {creature.name}"))
-        rows.append(pytest.param("exec", creature, id=f"exec {creature.name}", marks=marks))
+        for start, is_quick in (("fork", creature.name not in slow), ("exec", creature.name in IN_EXEC_TOO)):
+            marks = [] if is_quick else [pytest.mark.slow]
+            rows.append(pytest.param(start, creature, id=f"{start} {creature.name}", marks=marks))
     return pytest.mark.parametrize(("start", "creature"), rows)
 
 
 def within(start: str, seconds: float = AT_ONCE_S) -> float:
     """Longer, if workers start slowly."""
     return seconds + (SLOW_START_S if start == "exec" else 0.0)
+
+
+def mostly_slow(creatures: Iterable[Creature], quick: set[str]) -> pytest.MarkDecorator:
+    """Parameter `creature`; those that are not named in `quick` are for the slow tests."""
+    return pytest.mark.parametrize("creature", [
+        pytest.param(creature, id=creature.name, marks=[] if creature.name in quick else [pytest.mark.slow])
+        for creature in creatures
+    ])  # fmt: skip

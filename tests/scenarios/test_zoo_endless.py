@@ -9,7 +9,7 @@ import pytest
 
 from distsdk import DeadlineExceeded, HangError, WorkerDied
 from tests import zoo, zoo_errors, zoo_waits
-from tests.scenarios.creatures import HANG_S, Creature, in_both_starts, on_two, on_two_with, within
+from tests.scenarios.creatures import HANG_S, Creature, in_both_starts, mostly_slow, on_two, on_two_with, within
 from tests.scenarios.drivers import wait_until
 from tests.scenarios.endings import AT_ONCE_S, Ending, assert_gone, ended
 from tests.scenarios.letting_loose import have_both_left, leaves, rank_1_only
@@ -120,7 +120,7 @@ STUBBORN = [
 ]
 
 
-@in_both_starts(STUBBORN)
+@in_both_starts(STUBBORN, slow=frozenset({"sleeps", "ignores_sigterm_and_sleeps", "blocks_signals_and_sleeps"}))
 def test_time_runs_out_for_a_rank_that_ends_by_force_only(start: str, creature: Creature) -> None:
     seconds = 1.5 if start == "fork" else 12.0
     call = on_two_with(start=start, timeout=seconds)(rank_1_only)
@@ -132,7 +132,7 @@ def test_time_runs_out_for_a_rank_that_ends_by_force_only(start: str, creature: 
     assert "hang_in_a_collective" in ending.notes
 
 
-@pytest.mark.parametrize("creature", STUBBORN, ids=lambda creature: creature.name)
+@mostly_slow(STUBBORN, quick={"stops_itself", "blocks_signals_and_sleeps", "swallows_everything"})
 @pytest.mark.parametrize("way", ["cancel", "stop"])
 def test_a_rank_that_ends_by_force_only_is_cancelled_and_stopped(way: str, creature: Creature) -> None:
     job = on_two(rank_1_only).submit(creature.call, *creature.args)
@@ -147,12 +147,12 @@ def test_a_rank_that_ends_by_force_only_is_cancelled_and_stopped(way: str, creat
     assert time.monotonic() - begin < AT_ONCE_S
 
 
-@pytest.mark.parametrize("creature", [
+@mostly_slow([
     Creature(zoo.sleeps, (), HangError, "in sleeps"),
     Creature(zoo.spins, (), HangError, "in spins"),
     Creature(zoo.stops_itself, (), HangError),
     Creature(zoo.holds_the_interpreter, (), HangError),
-], ids=lambda creature: creature.name)  # fmt: skip
+], quick={"stops_itself"})  # fmt: skip
 def test_a_run_in_which_nothing_moves_is_ended(creature: Creature) -> None:
     """Although a rank that works outside of all collectives, and one that does not, look alike."""
     call = on_two_with(stall_warn=0.5, stall_timeout=2.0)(rank_1_only)
