@@ -11,6 +11,7 @@ from outside. What happens in it is drawn from the seed (chaos_plan.py), so that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ class Report:
     left: str = ""
     unreadable: str = ""
     hits: int = 0
+    second_came: bool = False
     text: str = ""
     wall_s: float = 0.0
 
@@ -69,17 +71,37 @@ class Injector:
     family: Family
     at_s: list[float] = field(default_factory=list)
     """When it was done."""
+    second_s: float = 0.0
+    """When the second event came."""
     _due_s: float | None = None
+    _victim: int | None = None
 
     def poll(self) -> None:
         """Do what is due now."""
+        if self.plan.second and not self.second_s:
+            self._poll_second()
         if self.plan.fault not in SIGNALS or len(self.at_s) >= self.plan.hits:
             return
         if self._due_s is None and (self.folder / self._awaited()).exists():
             self._due_s = time.monotonic() + self.plan.delay_s
+            self._victim = self._found()  # takes a moment
         if self._due_s is not None and time.monotonic() >= self._due_s:
             self._due_s = None
-            self._hit()
+            self._hit(self._victim or self._found())
+
+    def _poll_second(self) -> None:
+        hits = hits_of(self.plan, self.folder, self)
+        if not hits or time.monotonic() < min(hits) + self.plan.second_after_s:
+            return
+        pids = {
+            "kill_worker": self.family.workers(), "sigterm_worker": self.family.workers(),
+            "kill_agent": [self.family.agent()], "sigint": [self.driver.process.pid],
+        }[self.plan.second]  # fmt: skip
+        now = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            if pids and pids[-1]:
+                os.kill(pids[-1], SIGNALS[self.plan.second])
+                self.second_s = now
 
     def _awaited(self) -> str:
         """The file that says that the moment has come."""
@@ -88,8 +110,7 @@ class Injector:
             return "called"
         return f"{moment}-{attempt}-{self.plan.rank}"
 
-    def _hit(self) -> None:
-        pid = self._victim()
+    def _hit(self, pid: int | None) -> None:
         now = time.monotonic()
         if pid is None:
             return
@@ -103,7 +124,7 @@ class Injector:
             if self.driver.process.poll() is None:
                 os.kill(pid, SIGNALS[self.plan.fault])
 
-    def _victim(self) -> int | None:
+    def _found(self) -> int | None:
         fault = self.plan.fault
         if fault == "kill_agent":
             return self.family.agent()
@@ -136,11 +157,11 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
     driver.order(plan, folder)
     answer = watched(report, injector)
     hits = hits_of(plan, folder, injector) if (folder / "called").exists() else []
-    report.hits = len(hits)
+    report.hits, report.second_came = len(hits), bool(injector.second_s)
     if not report.hung:
-        judge(report, answer, driver)
+        judge(report, answer, driver, is_late(plan, hits, folder))
         back_s = answer["back_s"] if answer else report.seconds
-        report.seconds = max(0.0, back_s - hits[-1]) if hits else None
+        report.seconds = max(0.0, back_s - max(hits[-1], injector.second_s)) if hits else None
         report.orphans = described(waited_until_gone(family.left))
         report.left = ", ".join(sorted(waited_until_gone(lambda: files_left(driver, family) - files_before)))
         report.unreadable = unreadable(folder, answer)
@@ -171,19 +192,29 @@ def watched(report: Report, injector: Injector) -> dict | None:
             next_look = now + LOOK_S
         injector.poll()
         hits = hits_of(plan, injector.folder, injector) if (injector.folder / "called").exists() else []
-        limit = max(hits) + bound_s(plan) if len(hits) >= plan.hits else begun + BEGIN_S
+        last = max([*hits, injector.second_s])
+        limit = last + bound_s(plan) if len(hits) >= plan.hits else begun + BEGIN_S
         if now > limit:
-            report.hung = f"no control {now - max(hits, default=begun):.0f} s after the last hit"
+            report.hung = f"no control {now - (last or begun):.0f} s after the last hit"
             return None
         time.sleep(0.003)
 
 
-def judge(report: Report, answer: dict | None, driver: Driver) -> None:
+def is_late(plan: Plan, hits: list[float], folder: Path) -> bool:
+    """True when all ranks were through when the last hit came."""
+    try:
+        ends = [(folder / f"shutdown-{len(hits) - 1}-{rank}").read_text().split()[0] for rank in range(plan.workers)]
+    except FileNotFoundError:
+        return False
+    return plan.fault in SIGNALS and bool(hits) and max(map(float, ends)) <= hits[-1]
+
+
+def judge(report: Report, answer: dict | None, driver: Driver, is_late: bool) -> None:
     """Whether the ending is one of the right ones."""
     plan = report.plan
     report.ending = answer["ending"] if answer else f"signal {-driver.process.returncode}"
     report.text = answer.get("text", "") if answer else ""
-    right = allowed(plan, report.hits)
+    right = allowed(plan, report.hits, is_late, report.second_came)
     if report.ending not in right:
         report.wrong = f"{report.ending} after {report.hits} hits; right is {' or '.join(sorted(right))}"
     elif answer and answer.get("changed"):
@@ -211,7 +242,7 @@ def run_all(plans: list[Plan], root: Path) -> list[Report]:
         report = run_one(plan, driver, root)
         reports.append(report)
         tell(report)
-        if report.faults or driver.process.poll() is not None:
+        if report.hung or report.orphans or driver.process.poll() is not None:
             driver.kill()
             driver = None
     if driver is not None:
@@ -223,9 +254,10 @@ def run_all(plans: list[Plan], root: Path) -> list[Report]:
 def tell(report: Report) -> None:
     """One line of a run, more of one that went wrong."""
     plan, seconds = report.plan, report.seconds
+    shown_fault = f"{plan.fault}, {plan.second}" if plan.second else plan.fault
     shown = "" if seconds is None else f"{seconds:.3f} s"
     print(
-        f"{plan.number:4} {plan.fault:16} {plan.moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "
+        f"{plan.number:4} {shown_fault:30} {plan.moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "
         f"hits {report.hits}: {report.ending} {shown} (run: {report.wall_s:.1f} s)", flush=True,
     )  # fmt: skip
     for fault in report.faults:
@@ -264,6 +296,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="numbers of runs, separated by commas")
     parser.add_argument("--fault", help="only runs with this fault")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of runs that went wrong")
     return parser.parse_args()
 
 
@@ -276,9 +309,10 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="distsdk-chaos-"))
     reports = run_all(plans, root)
     print(figures(reports, time.monotonic() - begun))
+    if not arguments.keep:
+        shutil.rmtree(root)
     if any(report.faults for report in reports):
-        sys.exit(f"something was wrong; what the runs left is in {root}")
-    shutil.rmtree(root)
+        sys.exit(f"something was wrong{f'; what the runs left is in {root}' if arguments.keep else ''}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ REQUESTS = ("cancel", "stop", "stop_all", "timeout")
 FAULTS = ("none", *KILLS, *HANGS, *ERRORS, *INTERRUPTS, *REQUESTS)
 FROM_INSIDE = ("return_early", "sleep_for_ever", "hold_gil", *ERRORS, "stop_all")
 """What a rank does itself; the rest comes from outside."""
+SECONDS = ("kill_worker", "kill_agent", "sigint", "sigterm_worker")
+CAN_BE_FOLLOWED = (
+    "kill_worker", "kill_forkserver", "return_early", "raise", "os_exit", "sigterm_worker", "stop", "cancel"
+)  # fmt: skip
 ENDS_THE_DRIVER = ("kill_driver", "sigterm_driver", "sighup_driver")
 ENDLESS = ("sigint", "sigint_twice", "sigterm_worker", "sigterm_driver", "sighup_driver", "stop", "stop_all", "timeout")
 """For these the training does not end by itself, unless they come at its end."""
@@ -52,6 +57,9 @@ class Plan:
     loader_workers: int
     with_children: bool
     """True: each rank has started processes, one in a session of its own and one without a parent."""
+    second: str
+    """What else comes from outside, to any rank, `second_after_s` after the first; "": nothing."""
+    second_after_s: float
 
     @property
     def repeat(self) -> str:
@@ -64,7 +72,7 @@ def plan_of(seed: int, number: int) -> Plan:
     draw = random.Random(f"{seed}:{number}")
     fault = draw.choices(FAULTS, [_weight(fault) for fault in FAULTS])[0]
     moment = draw.choice(MOMENTS)
-    start = draw.choices(("fork", "exec"), (25, 1))[0]
+    start = draw.choices(("fork", "exec"), (30, 1))[0]
     workers = 2 if start == "exec" else draw.choices((2, 3, 4), (5, 3, 2))[0]
     max_restarts = draw.choice((0, 0, 1))
     return Plan(
@@ -77,31 +85,46 @@ def plan_of(seed: int, number: int) -> Plan:
         start=start,
         max_restarts=max_restarts,
         hits=draw.choice((1, 1, 2)) if max_restarts else 1,
-        step=draw.randint(2, 15),
+        step=draw.randint(2, 12),
         delay_s=draw.random() * _DELAYS_S[moment],
         is_deaf=fault in (*INTERRUPTS, "stop") and moment == "training" and draw.random() < 0.2,
         loader_workers=int(draw.random() < 0.1),
         with_children=draw.random() < 0.25,
+        second=draw.choice(SECONDS) if fault in CAN_BE_FOLLOWED and draw.random() < 0.25 else "",
+        second_after_s=draw.random() ** 2 * 0.5,
     )
 
 
 def _weight(fault: str) -> float:
     """What ends the driver costs seconds for a new one."""
-    return 1.0 if fault in ("kill_agent", "kill_forkserver", *ENDS_THE_DRIVER) else 2.0
+    return 0.8 if fault in ("kill_agent", "kill_forkserver", *ENDS_THE_DRIVER) else 2.0
 
 
-def allowed(plan: Plan, num_hits: int) -> set[str]:
+def allowed(plan: Plan, num_hits: int, is_late: bool = False, second_came: bool = False) -> set[str]:
     """The endings that are right: "completed" and "interrupted" of the Result, the name of the exception with what
     matters of it, or "signal N" that ended the driver. `num_hits`: how often the fault was done; one that comes too
-    late is not."""
+    late is not. `is_late`: all ranks were through when it came.
+    """
+    if second_came:
+        return allowed(plan, num_hits, is_late) | endings_of_both(plan)
     if plan.fault == "none" or not num_hits:
         return {"completed"}
     endings = _ENDINGS[plan.fault](plan)
-    if _may_be_over(plan):
+    if is_late or _may_be_over(plan):
         endings = endings | {"completed"}
     if _is_start_of_agent(plan):
         return endings | {"completed"}
     return {"completed"} if _restarts(plan) and num_hits <= plan.max_restarts else endings
+
+
+def endings_of_both(plan: Plan) -> set[str]:
+    """What may come of a second event, which may also be too late, or end a second attempt."""
+    anywhere = dataclasses.replace(plan, moment="start", second="")
+    seconds = {
+        "kill_worker": _any_killed(plan), "kill_agent": {"AgentLost", "AgentStartError"},
+        "sigint": {"KeyboardInterrupt"}, "sigterm_worker": {"interrupted", *_any_killed(plan, "SIGTERM")},
+    }  # fmt: skip
+    return _ENDINGS[plan.fault](anywhere) | seconds[plan.second]
 
 
 def _restarts(plan: Plan) -> bool:
@@ -128,8 +151,8 @@ def _rank(plan: Plan) -> str:
     return f" of rank {plan.rank}"
 
 
-def _any_killed(plan: Plan) -> set[str]:
-    return {f"WorkerDied SIGKILL of rank {rank}" for rank in range(plan.workers)}
+def _any_killed(plan: Plan, by: str = "SIGKILL") -> set[str]:
+    return {f"WorkerDied {by} of rank {rank}" for rank in range(plan.workers)}
 
 
 _ENDINGS = {
