@@ -78,7 +78,9 @@ class Run:
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
         self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
-        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear)
+        self._logs = Logs(
+            call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes
+        )
         self._comparison = Comparison(num_ranks)
         self._loop = Loop()
         self._handle: AgentHandle | None = None
@@ -244,7 +246,7 @@ class Run:
             timings=self._timings(),
             checkpoint_names=self.recorder.checkpoint_names,
         )
-        result.save()
+        self.recorder.save(result)
         if error is not None:
             attach_result(error, result)
         return result
