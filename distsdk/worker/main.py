@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 import types
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,8 +114,6 @@ def become(spec: WorkerSpec) -> None:
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable(file=2)
     atexit._clear()
-    # an optimizer and its scheduler that came through a pickle: the mark that the warning looks for stays behind
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
     tempfile.tempdir = None  # it was chosen for another environment
     time.tzset()
     torch.set_num_threads(spec.num_threads)
