@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from distsdk.driver.decorator import distributed as distributed
     from distsdk.driver.job import Job as Job
     from distsdk.driver.preflight import Preflight as Preflight
+    from distsdk.driver.restarts import AttemptInfo as AttemptInfo
     from distsdk.driver.result import RankInfo as RankInfo
     from distsdk.driver.result import Result as Result
     from distsdk.driver.result import last_result as last_result
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from distsdk.errors import DeadlineExceeded as DeadlineExceeded
     from distsdk.errors import DistError as DistError
     from distsdk.errors import DivergenceError as DivergenceError
+    from distsdk.errors import HangError as HangError
     from distsdk.errors import RemoteTraceback as RemoteTraceback
     from distsdk.errors import ShipError as ShipError
     from distsdk.errors import StopTraining as StopTraining
@@ -48,7 +50,9 @@ if TYPE_CHECKING:
     from distsdk.worker.explicit import no_sync as no_sync
     from distsdk.worker.explicit import prepare as prepare
     from distsdk.worker.explicit import weight as weight
+    from distsdk.worker.session import get_checkpoint as get_checkpoint
     from distsdk.worker.session import report as report
+    from distsdk.worker.session import stop_all as stop_all
 
 __version__ = "0.1.0"
 
@@ -57,9 +61,10 @@ _HOMES = {
     "distsdk.driver.job": ("Job",),
     "distsdk.driver.preflight": ("Preflight",),
     "distsdk.driver.result": ("Result", "RankInfo", "last_result"),
+    "distsdk.driver.restarts": ("AttemptInfo",),
     "distsdk.backends.local": ("pool", "cool"),
     "distsdk.spec": ("Options",),
-    "distsdk.worker.session": ("report",),
+    "distsdk.worker.session": ("report", "get_checkpoint", "stop_all"),
     "distsdk.worker.explicit": (
         "prepare", "ddp", "no_sync", "weight", "gather", "all_reduce", "broadcast", "barrier", "main_first",
     ),
@@ -67,7 +72,7 @@ _HOMES = {
     "distsdk.worker.checkpoint": ("Checkpoint",),
     "distsdk.errors": (
         "DistError", "UsageError", "ShipError", "BackendUnavailable", "AgentStartError", "AgentLost", "WorkerDied",
-        "DivergenceError", "DeadlineExceeded", "CheckpointError", "RemoteTraceback", "StopTraining",
+        "DivergenceError", "HangError", "DeadlineExceeded", "CheckpointError", "RemoteTraceback", "StopTraining",
     ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

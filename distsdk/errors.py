@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -60,8 +62,30 @@ class DivergenceError(DistError):
     """Replicas that must be equal are not: names the first tensor that differs and the step."""
 
 
+class HangError(DistError):
+    """The ranks wait for each other and none can go on, or nothing has moved for ``stall_timeout``. The text says who
+    waits where for whom.
+
+    Attributes:
+        stacks: by rank, the Python stack of each of its threads, innermost frame first, as faulthandler writes it.
+        last_collectives: by rank, the collectives that it waits in, or how far it has come.
+    """
+
+    def __init__(
+        self, message: str, *, stacks: dict[int, str] | None = None, last_collectives: dict[int, str] | None = None
+    ):
+        super().__init__(message)
+        self.stacks, self.last_collectives = stacks or {}, last_collectives or {}
+
+
 class DeadlineExceeded(DistError, TimeoutError):
-    """The ``timeout`` of the call ran out."""
+    """The ``timeout`` of the call ran out.
+
+    Attributes:
+        stacks: by rank, where each was, as in `HangError`.
+    """
+
+    stacks: Mapping[int, str] = MappingProxyType({})
 
 
 class CheckpointError(DistError):
@@ -76,7 +100,8 @@ class RemoteTraceback(DistError):
 
 
 class StopTraining(BaseException):
-    """Raised inside the user's function at a step boundary, on all ranks at the same step, after ``Job.stop()``.
+    """Raised inside the user's function at a step boundary, on all ranks at the same step, when the run is to stop: by
+    Ctrl-C, a SIGTERM to the driver or a worker, ``Job.stop()`` or ``stop_all()``.
 
     A BaseException, so that ``except Exception`` around a step does not swallow it. Let it pass, or clean up and
     re-raise.

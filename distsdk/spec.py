@@ -14,6 +14,7 @@ START_CHOICES = ("auto", "fork", "exec")
 BATCH_CHOICES = ("per_worker", "global")
 LOSS_REDUCTION_CHOICES = ("mean", "sum")
 DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "comm_hook", "gradient_as_bucket_view", "shared_memory"})
+RESTART_CHOICES = ("deaths", "lost_nodes", "errors", "hangs")
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "powerSGD")
 """How gradients are compressed on their way; names as in torch.distributed.algorithms.ddp_comm_hooks."""
 
@@ -30,7 +31,12 @@ class OptionDict(TypedDict, total=False):
     loss_reduction: str
     ddp: Mapping[str, Any]
     seed: int | None
+    max_restarts: int
+    restart_on: tuple[str, ...]
     timeout: float | None
+    stall_warn: float | None
+    stall_timeout: float | None
+    grace_s: float
     run_dir: str | None
     name: str | None
     env: Mapping[str, str]
@@ -69,8 +75,20 @@ class Options:
     one machine are averaged through shared memory instead of gloo."""
     seed: int | None = None
     """Seed of the run, 0 to 2**63 - 1; None: drawn, and recorded in the Result."""
+    max_restarts: int = 0
+    """How many times all ranks are started again, from the last checkpoint (`get_checkpoint`), when one has failed."""
+    restart_on: tuple[str, ...] = ("deaths", "lost_nodes")
+    """For what: "deaths" of workers, "lost_nodes", "errors" raised by the function, "hangs"."""
     timeout: float | None = None
     """Seconds that the whole call may take; None: no limit."""
+    stall_warn: float | None = 30.0
+    """Seconds that a rank may wait for others before a warning says where all are; None: no warning."""
+    stall_timeout: float | None = 600.0
+    """Seconds without any progress of any rank (no step, report, batch, collective or output) while ranks wait for
+    others, or all are idle, before the run ends with HangError; None: no limit. Ranks that can never go on are told
+    within seconds, whatever this is."""
+    grace_s: float = 5.0
+    """Seconds that ranks have to reach a step boundary when the run is to stop, before they get a KeyboardInterrupt."""
     run_dir: str | None = None
     """The run folder, made new; None: ``./distsdk_runs/<name>-<time>-<id>``."""
     name: str | None = None
@@ -92,12 +110,9 @@ class Options:
         unknown = set(self.ddp) - DDP_ARGUMENTS if isinstance(self.ddp, Mapping) else set()
         _check(not unknown, "ddp", dict(self.ddp), f"a mapping with keys out of {sorted(DDP_ARGUMENTS)}")
         _check_ddp(self.ddp)
-        _check(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "0 to 2**63 - 1"
-        )
-        is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
-        positive = self.timeout is None or (is_number and self.timeout > 0)
-        _check(positive, "timeout", self.timeout, "a number of seconds above 0, or None")
+        is_seed = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
+        _check(is_seed, "seed", self.seed, "0 to 2**63 - 1")
+        _check_failure_options(self)
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
         is_choice = self.sync_batchnorm is None or isinstance(self.sync_batchnorm, bool)
         _check(is_choice, "sync_batchnorm", self.sync_batchnorm, "True, False or None")
@@ -122,11 +137,12 @@ OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
 def normalised(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` with the spellings that users write turned into the stored ones (a list of trackers, a Path)."""
+    """`changes` with the spellings that users write turned into the stored ones (a list of names, a Path)."""
     out = dict(changes)
-    if isinstance(out.get("trackers"), (list, str)):
-        trackers = out["trackers"]
-        out["trackers"] = (trackers,) if isinstance(trackers, str) else tuple(trackers)
+    for option in ("trackers", "restart_on"):
+        value = out.get(option)
+        if isinstance(value, (list, set, frozenset, str)):
+            out[option] = (value,) if isinstance(value, str) else tuple(value)
     if hasattr(out.get("run_dir"), "__fspath__"):
         out["run_dir"] = out["run_dir"].__fspath__()
     return out
@@ -153,6 +169,21 @@ def _is_int(value: object) -> bool:
 
 def _is_text_mapping(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(x, str) for pair in value.items() for x in pair)
+
+
+def _check_failure_options(options: Options) -> None:
+    for option in ("timeout", "stall_warn", "stall_timeout"):
+        value = getattr(options, option)
+        _check(value is None or _is_seconds(value), option, value, "a number of seconds above 0, or None")
+    _check(_is_seconds(options.grace_s), "grace_s", options.grace_s, "a number of seconds above 0")
+    restarts, kinds = options.max_restarts, options.restart_on
+    _check(_is_int(restarts) and restarts >= 0, "max_restarts", restarts, "a whole number of at least 0")
+    is_allowed = isinstance(kinds, tuple) and set(kinds) <= set(RESTART_CHOICES)
+    _check(is_allowed, "restart_on", kinds, f"a tuple of some of {RESTART_CHOICES}")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _check_ddp(ddp: Mapping[str, Any]) -> None:
@@ -235,3 +266,8 @@ class WorkerSpec:
     """``__file__`` of the driver's ``__main__``, for classes and loader processes that look it up; None: none."""
     main_name: str | None
     """Module name of the driver's ``__main__`` when started with ``python -m``."""
+    max_restarts: int = 0
+    checkpoint: str = ""
+    """Name of the last committed checkpoint of an earlier attempt, in the run folder; "": none."""
+    socket_folder: str = ""
+    """Where multiprocessing makes its sockets, given by the agent; "": where it would by itself."""

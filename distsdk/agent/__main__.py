@@ -13,12 +13,14 @@ import sys
 from functools import partial
 
 from distsdk.agent.devices import count_gpus
-from distsdk.agent.node_run import NodeRun
+from distsdk.agent.node_run import LAST_WORDS_S, NodeRun
+from distsdk.agent.reaping import kill_orphans
 from distsdk.agent.starters import ExecStarter, ForkStarter, Starter
 from distsdk.spec import NodeInfo
-from distsdk.wire.channel import Channel
+from distsdk.wire.channel import Channel, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import PROTOCOL, Message, Open, Ready
+from distsdk.worker.lifeline import adopt_orphans
 
 IDLE_S = 600.0
 """Without a run for this long, the agent ends."""
@@ -31,23 +33,46 @@ class Agent:
         self._loop = Loop()
         self._runs: set[NodeRun] = set()
         self._num_opened = 0
+        self._driver_gone = False
         self._fork: ForkStarter | None = None
-        self._exec = ExecStarter(self._loop)
-        self._loop.talk(pool, self._on_pool, self._loop.stop)
-        self._loop.watch(os.pidfd_open(driver_pid), self._loop.stop)
+        self._exec = ExecStarter(self._loop, self._known_children)
+        self._loop.talk(pool, self._on_pool, self._on_driver_gone)
+        self._loop.watch(os.pidfd_open(driver_pid), self._on_driver_gone)
         self._retire_when_idle()
 
     def serve(self) -> None:
         """Until the driver is gone; then nothing of ours is left."""
+        adopt_orphans()
         try:
             self._loop.run()
         finally:
             self._exec.close()
             if self._fork is not None:
                 self._fork.close()
+            kill_orphans(known=())
+            for run in self._runs:
+                run.close()
+
+    def _known_children(self) -> set[int]:
+        """The processes that this one has started itself."""
+        return {*self._exec.pids, *([self._fork.pid] if self._fork is not None else [])}
+
+    def _on_driver_gone(self) -> None:
+        """Runs under way get a moment to clean up."""
+        if self._driver_gone:
+            return
+        self._driver_gone = True
+        for run in list(self._runs):
+            run.abandon()
+        if self._runs:
+            self._loop.later(LAST_WORDS_S, self._loop.stop)
+        else:
+            self._loop.stop()
 
     def _on_pool(self, message: Message, descriptors: list[int]) -> None:
-        assert isinstance(message, Open)
+        if not isinstance(message, Open) or len(descriptors) != 1:
+            close_all(descriptors)
+            return
         sock = socket.socket(fileno=descriptors[0])
         sock.setblocking(False)
         channel = Channel(sock)
@@ -73,6 +98,8 @@ class Agent:
     def _over(self) -> None:
         self._runs = {run for run in self._runs if not run.is_over}
         if not self._runs:
+            if self._driver_gone:
+                self._loop.stop()
             self._retire_when_idle()
 
     def _retire_when_idle(self) -> None:

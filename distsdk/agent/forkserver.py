@@ -16,10 +16,11 @@ import sys
 
 from multiprocess.context import ForkProcess
 
+from distsdk.agent.reaping import collect, kill_group, kill_orphans
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, ChannelClosed
-from distsdk.wire.messages import PROTOCOL, Fork, Forked, Ready, Reaped
-from distsdk.worker.lifeline import die_with_parent, outlive_parent
+from distsdk.wire.messages import PROTOCOL, Fork, Forked, Message, Ready, Reaped
+from distsdk.worker.lifeline import adopt_orphans, die_with_parent, outlive_parent
 
 PRELOADED = ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "distsdk.worker.main")
 """Imported before the first fork; torch._dynamo because the first optimizer made in a process imports it (1.1 s)."""
@@ -30,6 +31,7 @@ def main(channel: Channel) -> None:
     problem = preload()
     versions = {"torch": str(sys.modules["torch"].__version__)}
     outlive_parent()  # from here on the end of the channel tells: then the workers' groups are killed first
+    adopt_orphans()
     channel.send(Ready(PROTOCOL, os.getpid(), NodeInfo(host="", cpus=0, gpus=0), versions, "fork", problem))
     Forkserver(channel).serve()
 
@@ -50,6 +52,9 @@ def preload() -> str:
     if num_threads > 1:
         return f"importing torch started {num_threads - 1} thread(s)"
     return "a module initialised CUDA on import" if torch.cuda.is_initialized() else ""
+
+
+NUM_DESCRIPTORS = 3
 
 
 class Worker(ForkProcess):  # type: ignore[misc]
@@ -95,19 +100,24 @@ class Forkserver:
         """By pidfd: ticket and process."""
 
     def serve(self) -> None:
-        """Until the agent closes its end; then every child's group is killed."""
+        """Until the agent closes its end; then nothing that came from here is left."""
         try:
             while True:
                 for key, _ in self._selector.select():
                     if key.fileobj is self._channel:
                         for message, descriptors in self._channel.receive():
-                            assert isinstance(message, Fork)
-                            self._fork(message.ticket, descriptors)
+                            self._on_message(message, descriptors)
                     else:
                         self._reap(key.fd)
         except ChannelClosed:
             for _, child in self._children.values():
-                _kill_group(child.pid)
+                kill_group(child.pid)
+            kill_orphans(known=())
+
+    def _on_message(self, message: Message, descriptors: list[int]) -> None:
+        if not isinstance(message, Fork) or len(descriptors) != NUM_DESCRIPTORS:
+            raise ChannelClosed(f"not a request to fork: {type(message).__name__}")
+        self._fork(message.ticket, descriptors)
 
     def _fork(self, ticket: int, descriptors: list[int]) -> None:
         child = Worker(descriptors)
@@ -121,21 +131,16 @@ class Forkserver:
         self._channel.send(Forked(ticket, child.pid))
 
     def _reap(self, pidfd: int) -> None:
-        """Kill what the child left in its group while its pid is still its own, then collect it."""
+        """Kill what the child left in its group while its pid is still its own, then collect it and its orphans."""
         ticket, child = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        _kill_group(child.pid)
-        child.join()
-        self._channel.send(Reaped(ticket, child.exitcode))
+        kill_group(child.pid)
+        exit_code, peak_bytes = collect(child.pid)
+        child._popen.returncode = exit_code  # it was collected here, for its memory; `join` would not find it any more
         child.close()
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+        kill_orphans(known={other.pid for _, other in self._children.values()})
+        self._channel.send(Reaped(ticket, exit_code, peak_bytes))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from distsdk.agent.reaping import collect, kill_group, kill_orphans
 from distsdk.wire.channel import channel_pair, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
 
 OnPid = Callable[[int], None]
-OnGone = Callable[[int], None]
+OnGone = Callable[[int, int], None]
+"""Called with the exit code (negative: the signal) and the peak of resident memory in bytes."""
 OnReady = Callable[[str], None]
+
+
+ENDING_S = 1.5
+"""A forkserver that is not gone so long after its channel was closed is killed."""
 
 
 class Starter(Protocol):
@@ -30,26 +36,18 @@ class Starter(Protocol):
     def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
         """Start one with [control, stdout, stderr], which are closed here.
 
-        `on_gone` gets the exit code (negative: the signal), after everything in the worker's group is dead.
+        `on_gone` is called after everything in the worker's group is dead, and its orphans too.
         """
 
     def close(self) -> None:
         """Kill what was started."""
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL the process group that a worker leads, and the worker itself, which leads none yet when it has only just
-    been forked; harmless when it is gone."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
 class ExecStarter:
     """A new interpreter per worker: slower, and needs nothing of the platform but subprocesses."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: Loop, known_children: Callable[[], set[int]]) -> None:
+        self._loop, self._known_children = loop, known_children
         self._children: dict[int, tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]] = {}
         """By pidfd: worker and guard."""
 
@@ -77,7 +75,14 @@ class ExecStarter:
         os.close(pidfd)
         kill_group(child.pid)  # while the pid is still its own
         guard.communicate(b"over\n")
-        on_gone(child.wait())
+        child.returncode, peak_bytes = collect(child.pid)  # not `wait`, which does not tell about memory
+        kill_orphans(self._known_children())
+        on_gone(child.returncode, peak_bytes)
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that belong to it."""
+        return {process.pid for pair in self._children.values() for process in pair}
 
     def close(self) -> None:
         """Kill all groups."""
@@ -144,7 +149,7 @@ class ForkStarter:
             ticket.pid = message.pid
             ticket.on_pid(message.pid)
         elif isinstance(message, Reaped):
-            self._tickets.pop(message.ticket).on_gone(message.status)
+            self._tickets.pop(message.ticket).on_gone(message.status, message.peak_bytes)
 
     def _tell_ready(self, answer: str) -> None:
         self._answer = answer
@@ -161,15 +166,22 @@ class ForkStarter:
         for ticket in tickets.values():
             if ticket.pid:
                 kill_group(ticket.pid)
-            ticket.on_gone(-signal.SIGKILL)
+            ticket.on_gone(-signal.SIGKILL, 0)
+
+    @property
+    def pid(self) -> int:
+        """The forkserver's."""
+        return self._server.pid
 
     def close(self) -> None:
-        """End the forkserver; it kills its children's groups first, and so do we."""
+        """End the forkserver; it kills its children's groups and their orphans first, and so do we."""
         for ticket in self._tickets.values():
             if ticket.pid:
                 kill_group(ticket.pid)
         self._loop.unwatch(self._channel)
         self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(timeout=ENDING_S)
         self._server.kill()
         self._server.wait()
 

@@ -6,6 +6,7 @@ It costs the driver two descriptors and no thread. It ends with the driver, by `
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import site
 import socket
@@ -21,7 +22,7 @@ from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.errors import AgentStartError
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import ChannelClosed, channel_pair
-from distsdk.wire.messages import Open
+from distsdk.wire.messages import Open, Stop
 
 READ_AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")
 """Prefixes of variables that Python, torch and their libraries read when they are loaded, once and for all."""
@@ -146,6 +147,8 @@ class LocalAgentHandle:
         """Close the run's channel: the agent kills what is left of it."""
         if self._is_open:
             self._is_open = False
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(Stop(0))  # or the agent would think that the driver is gone
             self.channel.close()
             _pool.count(self._agent, -1)
 

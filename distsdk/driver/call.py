@@ -40,6 +40,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What the driver's process looks like to code that runs in it, when the call is made; workers imitate it."""
+
+    cwd: str
+    sys_path: list[str]
+    argv: list[str]
+    main_file: str | None
+    main_name: str | None
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """As they are now."""
+        main = sys.modules.get("__main__")
+        return cls(
+            cwd=_folder(),
+            sys_path=[entry for entry in sys.path if isinstance(entry, str)],
+            argv=list(sys.argv),
+            main_file=_existing(getattr(main, "__file__", None)),
+            main_name=getattr(getattr(main, "__spec__", None), "name", None),
+        )
+
+
+@dataclass(frozen=True)
 class Call:
     """A call that is ready to run."""
 
@@ -54,6 +77,7 @@ class Call:
     parcel: Parcel
     descriptors: list[int]
     home: Mapping[int, Any]
+    surroundings: Surroundings
 
 
 def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
@@ -91,7 +115,7 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             os.close(descriptor)
         raise
     tell_of_inherited()
-    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home)
+    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, Surroundings.here())
 
 
 def _is_main_run_again() -> bool:
@@ -138,14 +162,12 @@ def versions() -> Mapping[str, str]:
     return found
 
 
-def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
-    """The specs of all ranks on the one node there is."""
-    main = sys.modules.get("__main__")
-    main_spec = getattr(main, "__spec__", None)
+def worker_specs(call: Call, cpus: int, attempt: int, checkpoint: str) -> list[WorkerSpec]:
+    """The specs of all ranks on the one node there is, for one attempt."""
     return [
         WorkerSpec(
             place=place,
-            attempt=0,
+            attempt=attempt,
             run_id=call.run_id,
             run_dir=str(call.folder.path),
             seed=call.seed,
@@ -154,11 +176,9 @@ def worker_specs(call: Call, cpus: int) -> list[WorkerSpec]:
             store_port=0,
             num_threads=num_threads(cpus, place.local_world_size, call.plan.env.get("OMP_NUM_THREADS")),
             env={**call.plan.env, **_gpu_environment(call.plan, place.local_rank)},
-            cwd=_folder(),
-            sys_path=[entry for entry in sys.path if isinstance(entry, str)],
-            argv=list(sys.argv),
-            main_file=_existing(getattr(main, "__file__", None)),
-            main_name=getattr(main_spec, "name", None),
+            **vars(call.surroundings),
+            max_restarts=call.options.max_restarts,
+            checkpoint=checkpoint,
         )
         for place in places([call.plan.num_workers])[0]
     ]

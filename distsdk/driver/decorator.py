@@ -10,15 +10,19 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from distsdk.driver.call import prepare_call
-from distsdk.driver.job import GRACE_S, Job
+from distsdk.driver.display import tell_stopped
+from distsdk.driver.interrupts import stopping_first
+from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
 from distsdk.driver.preflight import Preflight, check_call
 from distsdk.driver.result import Result, last_result
+from distsdk.driver.run import attach_result
 from distsdk.driver.shipping import name_of
 from distsdk.errors import UsageError
 from distsdk.spec import OptionDict, Options, check_names, normalised
@@ -55,15 +59,20 @@ class Distributed(Generic[P, R]):
 
         Returns the Result; models, optimizers and schedulers among the arguments come back as rank 0 left them. Raises
         the user's own exception when the function raised on a worker, with the partial Result on it as ``.result``, and
-        otherwise a `DistError`. An interrupt (Ctrl-C) stops the run at the next step boundary, and kills it after 5
-        seconds or at the second one; then KeyboardInterrupt is raised, with the partial Result as ``.result``.
+        otherwise a `DistError`.
+
+        An interrupt (Ctrl-C) stops the run at the next step boundary, at the same step on all ranks, or after
+        ``grace_s``; a second one kills it. Then KeyboardInterrupt is raised, with the partial Result as ``.result``. A
+        SIGTERM or SIGHUP does the same in the main thread, unless there is a handler for it, and then ends the process.
         """
-        job = self.submit(*args, **kwargs)
-        try:
-            result = job.result()
-        except KeyboardInterrupt as interrupt:
-            _end_interrupted(job, interrupt)
-            raise
+        job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
+        with stopping_first(job):
+            try:
+                result = job.start().result()
+            except BaseException as stopper:
+                if not _came_from(job, stopper):  # an interrupt, or a signal handler of the user's that raises
+                    _end_stopped(job, stopper)
+                raise
         _load_back(self.fn, args, kwargs, job)
         return result
 
@@ -77,12 +86,15 @@ class Distributed(Generic[P, R]):
         return job.start()
 
     async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
-        """Run on the workers without blocking the event loop. Cancelling the task kills the run."""
+        """Run on the workers without blocking the event loop.
+
+        Cancelling the task (Ctrl-C does that too) stops the run at the next step boundary, or after ``grace_s``;
+        cancelling it again kills it. The partial Result is then ``distsdk.last_result()``. """
         job = self.submit(*args, **kwargs)
         try:
-            result = await asyncio.wrap_future(job)
+            result = await _ended(job)
         except asyncio.CancelledError:
-            await asyncio.to_thread(job.cancel)
+            await _stopped(job)
             raise
         _load_back(self.fn, args, kwargs, job)
         return result
@@ -180,15 +192,35 @@ def _folder() -> Path:
         return Path("/")
 
 
-def _end_interrupted(job: Job[Any], interrupt: KeyboardInterrupt) -> None:
-    """Stop at a boundary; a second interrupt kills. The partial Result goes onto `interrupt`."""
-    if not job.done():
-        try:
-            job.stop(GRACE_S)
-            job.exception()
-        except KeyboardInterrupt:
-            job.cancel()
-    interrupt.result = last_result() if job.cancelled() or job.exception() else job.result()  # type: ignore[attr-defined]
+def _came_from(job: Job[Any], error: BaseException) -> bool:
+    return job.cancelled() or (job.done() and job.exception() is error)
+
+
+def _end_stopped(job: Job[Any], stopper: BaseException) -> None:
+    """Stop at a boundary; a second interrupt kills. The partial Result goes onto `stopper`."""
+    try:
+        job.stop(reason=f"{type(stopper).__name__} in the driver")
+        wait([job])
+    except BaseException:
+        job.cancel()
+    result = last_result() if job.cancelled() or job.exception() else job.result()
+    if result is not None:
+        attach_result(stopper, result)
+        tell_stopped(result.path)
+
+
+async def _ended(job: Job[R]) -> Result[R]:
+    """The job's result; cancelling this leaves the job alone."""
+    return await asyncio.shield(asyncio.wrap_future(job))
+
+
+async def _stopped(job: Job[Any]) -> None:
+    """After a first cancellation: stop; after a second: kill."""
+    job.stop(reason="the task was cancelled")
+    try:
+        await asyncio.shield(asyncio.to_thread(wait, [job]))
+    except asyncio.CancelledError:
+        await asyncio.to_thread(job.cancel)
 
 
 def _load_back(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], job: Job[Any]) -> None:

@@ -139,3 +139,9 @@ def tell(text: str, level: str = "info") -> None:
 
 def _write(text: str) -> None:
     write_to(sys.stderr, text)
+
+
+def tell_stopped(path: str) -> None:
+    """Where the partial result of a stopped run is. A script's traceback is enough there; a notebook goes on."""
+    if in_notebook():
+        _write(f"distsdk: the run was stopped; its partial result is distsdk.last_result(), in {path}\n")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distsdk.driver.group import Verdict, is_peer_error
+from distsdk.driver.events import Verdict
+from distsdk.driver.hang import Scene, last_collectives
+from distsdk.driver.restarts import AttemptInfo
+from distsdk.driver.root_cause import is_peer_error, ranks_named
+from distsdk.driver.watch import stack_lines
 from distsdk.errors import (
     AgentLost,
     AgentStartError,
     DeadlineExceeded,
     DistError,
     DivergenceError,
+    HangError,
     RemoteTraceback,
     WorkerDied,
 )
@@ -22,9 +28,13 @@ NOTE_LINES = 10
 
 
 def exception_for(
-    verdict: Verdict, outcomes: Mapping[int, Outcome], home: Mapping[int, Any], timeout: float | None
+    verdict: Verdict,
+    outcomes: Mapping[int, Outcome],
+    home: Mapping[int, Any],
+    timeout: float | None,
+    scene: Scene | None = None,
 ) -> BaseException:
-    """The exception that the caller gets, without notes yet."""
+    """The exception that the caller gets, without notes about the rank yet."""
     outcome = outcomes.get(verdict.rank)
     if isinstance(outcome, Raised):
         return _users_exception(outcome, home)
@@ -35,16 +45,31 @@ def exception_for(
             exit_code=outcome.exit_code,
             signal=outcome.signal,
         )
+    error = _without_rank(verdict, timeout)
+    if scene is not None and isinstance(error, (HangError, DeadlineExceeded)):
+        error.stacks = {rank: seen.stack for rank, seen in sorted(scene.seen.items())}
+        if isinstance(error, HangError):
+            error.last_collectives = last_collectives(scene)
+        if lines := stack_lines(scene):
+            error.add_note("\n".join(lines))
+    return error
+
+
+def _without_rank(verdict: Verdict, timeout: float | None) -> BaseException:
     detail = verdict.detail
-    by_kind: dict[str, DistError] = {
-        "deadline": DeadlineExceeded(
-            f"the call took longer than its timeout of {timeout} s; its workers were killed. {detail}".rstrip()
-        ),
-        "diverged": DivergenceError(detail),
-        "agent_lost": AgentLost(f"the local agent process is gone in mid-run. It printed: {detail or 'nothing'}"),
-        "not_started": AgentStartError(f"no worker could be started: {detail or 'the agent ended without a word'}"),
-    }
-    return by_kind.get(verdict.kind) or KeyboardInterrupt("the run was stopped")
+    match verdict.kind:
+        case "hang":
+            return HangError(detail)
+        case "deadline":
+            text = f"the call took longer than its timeout of {timeout} s; its workers were killed. {detail}"
+            return DeadlineExceeded(text.rstrip())
+        case "diverged":
+            return DivergenceError(detail)
+        case "agent_lost":
+            return AgentLost(f"the local agent process is gone in mid-run. It printed: {detail or 'nothing'}")
+        case "not_started":
+            return AgentStartError(f"no worker could be started: {detail or 'the agent ended without a word'}")
+    return KeyboardInterrupt("the run was stopped")
 
 
 def _users_exception(outcome: Raised, home: Mapping[int, Any]) -> BaseException:
@@ -61,12 +86,25 @@ def _users_exception(outcome: Raised, home: Mapping[int, Any]) -> BaseException:
     return error
 
 
-def stand_in(outcome: Raised) -> DistError:
-    """An exception of the same name and text, for one that cannot leave its process."""
-    cls = type(outcome.type_name.rpartition(".")[2], (DistError,), {"__module__": "distsdk.errors"})
-    error: DistError = cls(outcome.message)
+def stand_in(outcome: Raised) -> BaseException:
+    """An exception of the same name and text, for one that cannot leave its process; of the same builtin type too, so
+    that an ``except`` for that still catches it."""
+    cls = _stand_in_class(outcome)
+    error = cls.__new__(cls)
+    error.args = (outcome.message,)
     error.add_note(f"{outcome.type_name} itself does not survive pickling; this is a stand-in with its name and text")
     return error
+
+
+def _stand_in_class(outcome: Raised) -> type[BaseException]:
+    name, content = outcome.type_name.rpartition(".")[2], {"__module__": "distsdk.errors"}
+    nearest = getattr(builtins, outcome.bases[0], None) if outcome.bases else None
+    if isinstance(nearest, type) and issubclass(nearest, Exception) and nearest is not Exception:
+        try:
+            return type(name, (DistError, nearest), {**content, "__str__": BaseException.__str__})
+        except TypeError:  # a builtin type that cannot be combined
+            pass
+    return type(name, (DistError,), content)
 
 
 def described(outcome: Outcome) -> str:
@@ -78,7 +116,8 @@ def described(outcome: Outcome) -> str:
     if isinstance(outcome, Stopped):
         return "stopped as it was asked to"
     if outcome.signal:
-        return f"was killed by {outcome.signal}{_HINTS.get(outcome.signal, '')}"
+        why = f": {outcome.reason}" if outcome.reason else _HINTS.get(outcome.signal, "")
+        return f"was killed by {outcome.signal}{why}"
     if outcome.reason:
         return f"ended with exit code {outcome.exit_code}: {outcome.reason}"
     return (
@@ -118,10 +157,22 @@ def add_notes(
         error.add_note(f"on rank {rank} ({place}){f', at {where}' if where else ''}")
     for line in others:
         error.add_note(line)
+    if hint := _hint_in(tail):
+        error.add_note(hint)
     if tail:
         error.add_note("last lines of its log:\n" + "\n".join(f"    {line}" for line in tail[-NOTE_LINES:]))
     if log_path:
         error.add_note(f"full log: {log_path}")
+
+
+def _hint_in(tail: Sequence[str]) -> str:
+    """What native code meant by its last words."""
+    if any("op.preamble.length <= op.nbytes" in line for line in tail):
+        return (
+            "gloo gave up because ranks called collectives with different sizes at the same time: all ranks have to "
+            "call the same ones, in the same order, with tensors of the same shape"
+        )
+    return ""
 
 
 def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
@@ -130,8 +181,9 @@ def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
     for rank, outcome in outcomes.items():
         if rank != cause and not is_peer_error(outcome) and _is_failure(outcome):
             by_text.setdefault(described(outcome), []).append(rank)
+    own = described(outcomes[cause]) if cause in outcomes else ""
     return [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} {text}"
+        f"{ranks_named(ranks)}: the same" if text == own else f"{ranks_named(ranks)} {text}"
         for text, ranks in by_text.items()
     ]
 
@@ -139,3 +191,11 @@ def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
 def _is_failure(outcome: Outcome) -> bool:
     """Failed by itself: killed by distsdk, as the others are, does not count."""
     return isinstance(outcome, Raised) or (isinstance(outcome, Died) and outcome.signal != "SIGKILL")
+
+
+def history_of(attempts: Sequence[AttemptInfo]) -> list[str]:
+    """What the attempts before the last one ended with, one line each."""
+    return [
+        f"attempt {info.number}: {info.cause} at step {info.reached} ({info.steps_lost} steps lost)"
+        for info in attempts[:-1]
+    ]

@@ -3,6 +3,8 @@
 starting --Ready--> running --all Returned--> leaving --all Exited--> over
                        |  a failure: wait a little for the root cause, then kill
                        +--------------------> failing --all Exited--> over
+                       |  the time is up: see where all are, then kill
+                       +--------------------> failing
 """
 
 from __future__ import annotations
@@ -11,115 +13,39 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distsdk.wire.messages import Died, Ended, Exited, Failed, Message, Outcome, Raised, Ready, Returned, Stopped
+from distsdk.driver.events import (
+    After,
+    AgentGone,
+    Command,
+    DeadlinePassed,
+    Diverged,
+    Event,
+    EvidenceComplete,
+    Finish,
+    KillOverdue,
+    LaunchWorkers,
+    Look,
+    LookDue,
+    Looked,
+    ReleaseWorkers,
+    StopRequested,
+    StopWorkers,
+    TellUser,
+    Verdict,
+)
+from distsdk.driver.hang import Scene
+from distsdk.driver.root_cause import has_failed, is_peer_error, ranks_named, root_cause
+from distsdk.driver.watch import EVERY_S, SOON_S, Watch
+from distsdk.wire.messages import FINAL_S, Died, Ended, Exited, Failed, Outcome, Ready, StopAsked, Stopped
 
 EVIDENCE_S = 0.3
 """After an error that may be another rank's fault, how long to wait for that rank's own word."""
 PROMPT_S = 0.02
 """After an error that is nobody else's fault, how long to listen for an earlier one still under way."""
-LATE_S = 10.0
-"""When a rank has ended well and others run on for this long, the user is told who."""
 KILL_S = 10.0
 """Killed processes that are not gone after this long are given up."""
-
-# timers and requests, as events
-
-
-@dataclass(frozen=True)
-class EvidenceComplete:
-    """The time to wait for a root cause is over."""
-
-
-@dataclass(frozen=True)
-class KillOverdue:
-    """Killed workers should long be gone."""
-
-
-@dataclass(frozen=True)
-class DeadlinePassed:
-    """The ``timeout`` of the call ran out."""
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """Someone asked to end the run; grace_s 0: now."""
-
-    grace_s: float
-
-
-@dataclass(frozen=True)
-class LongAfterTheFirst:
-    """Some rank ended well a while ago."""
-
-
-@dataclass(frozen=True)
-class AgentGone:
-    """The channel to an agent closed in mid-run."""
-
-    tail: str
-
-
-@dataclass(frozen=True)
-class Diverged:
-    """Replicas differ."""
-
-    detail: str
-
-
-Event = (
-    Message | EvidenceComplete | LongAfterTheFirst | KillOverdue | DeadlinePassed | StopRequested | AgentGone | Diverged
-)
-
-# commands
-
-
-@dataclass(frozen=True)
-class LaunchWorkers:
-    """Start all ranks."""
-
-
-@dataclass(frozen=True)
-class ReleaseWorkers:
-    """Every rank has its outcome: they may exit."""
-
-
-@dataclass(frozen=True)
-class StopWorkers:
-    """Stop at a step boundary, killed after grace_s; 0: killed now."""
-
-    grace_s: float
-
-
-@dataclass(frozen=True)
-class After:
-    """Feed `event` back after `delay_s`."""
-
-    delay_s: float
-    event: Event
-
-
-@dataclass(frozen=True)
-class TellUser:
-    """A sentence for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Nothing is left to wait for."""
-
-
-Command = LaunchWorkers | ReleaseWorkers | StopWorkers | After | TellUser | Finish
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How the group ended. kind: completed, raised, died, interrupted, deadline, diverged, agent_lost, not_started."""
-
-    kind: str
-    rank: int = -1
-    detail: str = ""
+LATE_KILL_S = 1.0
+"""Workers that the agent should have killed at the end of the grace are killed from here so much later."""
 
 
 @dataclass
@@ -127,13 +53,27 @@ class WorkerGroup:
     """State of one attempt; `on` is its only way forward."""
 
     num_ranks: int
+    watch: Watch
     attempt: int = 0
+    grace_s: float = 5.0
+    """For stops that ranks ask for."""
+    is_restarting: bool = False
+    """True when a death leads to a restart: then nothing is waited for."""
+    on_gpu: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """By rank, in order of arrival."""
+    at_s: dict[int, float] = field(default_factory=dict)
+    """By rank, when its outcome was, by the driver's clock."""
     exited: set[int] = field(default_factory=set)
     verdict: Verdict | None = None
+    scene: Scene | None = None
+    """What the last deep look has shown."""
+    stop_reason: str = ""
     _is_launched: bool = False
     _is_waiting_for_evidence: bool = False
+    _awaited: Verdict | None = None
+    """The verdict that a look is to complete."""
+    _look_number: int = 0
 
     def on(self, event: Event) -> list[Command]:
         """What to do about `event`. Events of other attempts are dropped."""
@@ -148,38 +88,67 @@ class WorkerGroup:
         if self.verdict:
             return [Finish()]
         self._is_launched = True
-        return [LaunchWorkers()]
+        return [LaunchWorkers(), self._look_after(EVERY_S)]
 
     def _on_ended(self, event: Ended) -> list[Command]:
-        self.outcomes[event.rank] = event.outcome
+        outcome = event.outcome
+        if self.stop_reason and _is_collateral(outcome):
+            outcome = Stopped()
+        self.outcomes[event.rank] = outcome
         if self.verdict:
             return []
         if len(self.outcomes) == self.num_ranks:
             return self._judge()
-        if isinstance(event.outcome, (Raised, Died)) and not self._is_waiting_for_evidence:
+        if has_failed(outcome) and not self._is_waiting_for_evidence:
             self._is_waiting_for_evidence = True
-            return [After(EVIDENCE_S if is_peer_error(event.outcome) else PROMPT_S, EvidenceComplete())]
-        return [After(LATE_S, LongAfterTheFirst())] if len(self.outcomes) == 1 else []
+            return self._wait_for_evidence(outcome)
+        return [self._look_after(SOON_S)] if len(self.outcomes) == 1 else []
 
-    def _on_long_after(self, _event: LongAfterTheFirst) -> list[Command]:
+    def _wait_for_evidence(self, outcome: Outcome) -> list[Command]:
+        if is_peer_error(outcome):
+            return [After(EVIDENCE_S, EvidenceComplete())]
+        return self._judge() if self.is_restarting else [After(PROMPT_S, EvidenceComplete())]
+
+    def _look_after(self, delay_s: float) -> After:
+        """The next look; one that was to come is dropped."""
+        self._look_number += 1
+        return After(delay_s, LookDue(self._look_number))
+
+    def _on_look_due(self, event: LookDue) -> list[Command]:
+        if self.verdict or event.number != self._look_number:
+            return []
+        return [Look(is_deep=bool(self.outcomes))]
+
+    def _on_looked(self, event: Looked) -> list[Command]:
         if self.verdict:
             return []
-        return [TellUser(f"{self.who_is_late()} {_WHY_LATE}")]
+        scene = Scene(event.seen, dict(self.outcomes), self.num_ranks, self.on_gpu)
+        if not event.is_deep:
+            moves = self.watch.all_move(event.seen, event.now_s)
+            return [self._look_after(EVERY_S)] if moves else [Look(is_deep=True)]
+        self.scene = scene
+        if self._awaited:
+            return self._end(self._awaited)
+        finding = self.watch.judged(scene, event.now_s)
+        if finding.kind in ("hang", "stall"):
+            return self._end(Verdict("hang", detail=finding.text))
+        told: list[Command] = [TellUser(finding.text)] if finding.kind else []
+        return [*told, self._look_after(self.watch.next_delay_s(finding, scene, is_deep=True))]
 
     def who_is_late(self) -> str:
         """Which ranks have ended and which have not, as a sentence."""
         late = [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
-        return f"{_named(list(self.outcomes))} ended and {_named(late)} not."
+        return f"{_have(list(self.outcomes))} ended and {_have(late)} not."
 
     def _judge(self, _event: Any = None) -> list[Command]:
         if self.verdict:
             return []
-        rank = root_cause(self.outcomes)
+        rank = root_cause(self.outcomes, self.at_s)
         if rank is None:
             stopped = any(isinstance(outcome, Stopped) for outcome in self.outcomes.values())
             self.verdict = Verdict("interrupted" if stopped else "completed")
             return [ReleaseWorkers(), After(KILL_S, KillOverdue()), *self._finish_if_over()]
-        kind = "raised" if isinstance(self.outcomes[rank], Raised) else "died"
+        kind = "died" if isinstance(self.outcomes[rank], Died) else "raised"
         return self._end(Verdict(kind, rank))
 
     def _end(self, verdict: Verdict) -> list[Command]:
@@ -201,16 +170,32 @@ class WorkerGroup:
         self.verdict = self.verdict or Verdict("not_started", detail=event.reason)
         return [StopWorkers(0), Finish()]
 
+    def _on_stop_asked(self, event: StopAsked) -> list[Command]:
+        if self.verdict or self.stop_reason:
+            return []
+        reason = f"rank {event.rank}: {event.reason}"
+        return [TellUser(f"the run stops at the next step boundary ({reason})"), *self._stop(self.grace_s, reason)]
+
     def _on_stop_requested(self, event: StopRequested) -> list[Command]:
         if self.verdict and event.grace_s > 0:
             return []
         if event.grace_s > 0 and self._is_launched:
-            return [StopWorkers(event.grace_s), After(event.grace_s, StopRequested(0))]
+            return self._stop(event.grace_s, event.reason)
+        self.stop_reason = self.stop_reason or event.reason
         return self._end(Verdict("interrupted"))
+
+    def _stop(self, grace_s: float, reason: str) -> list[Command]:
+        """The agent interrupts the ranks after the grace and then kills them; this is for an agent that does not."""
+        self.stop_reason = self.stop_reason or reason or "the driver asked for it"
+        return [StopWorkers(grace_s), After(grace_s + FINAL_S + LATE_KILL_S, StopRequested(0))]
 
     def _on_deadline(self, _event: DeadlinePassed) -> list[Command]:
         detail = self.who_is_late() if self.outcomes and self._is_launched else ""
-        return [] if self.verdict else self._end(Verdict("deadline", detail=detail))
+        verdict = Verdict("deadline", detail=detail)
+        if self.verdict or not self._is_launched:
+            return [] if self.verdict else self._end(verdict)
+        self._awaited = verdict
+        return [Look(is_deep=True)]
 
     def _on_diverged(self, event: Diverged) -> list[Command]:
         return [] if self.verdict else self._end(Verdict("diverged", detail=event.detail))
@@ -229,7 +214,9 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
     Exited: WorkerGroup._on_exited,
     Failed: WorkerGroup._on_failed,
     EvidenceComplete: WorkerGroup._judge,
-    LongAfterTheFirst: WorkerGroup._on_long_after,
+    LookDue: WorkerGroup._on_look_due,
+    Looked: WorkerGroup._on_looked,
+    StopAsked: WorkerGroup._on_stop_asked,
     StopRequested: WorkerGroup._on_stop_requested,
     DeadlinePassed: WorkerGroup._on_deadline,
     Diverged: WorkerGroup._on_diverged,
@@ -238,44 +225,10 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
 }
 
 
-_WHY_LATE = (
-    "A rank that waits for one that has ended, in a backward or another collective, waits for ever: let all ranks take "
-    "the same number of steps, and decide together when to stop."
-)
+def _is_collateral(outcome: Outcome) -> bool:
+    """True for what a stop does to a rank that reaches no boundary: it is killed, or loses its peer."""
+    return is_peer_error(outcome) or (isinstance(outcome, Died) and outcome.signal == "SIGKILL")
 
 
-def _named(ranks: list[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"ranks {names} have" if len(ranks) > 1 else f"rank {names} has"
-
-
-def root_cause(outcomes: dict[int, Outcome]) -> int | None:
-    """The rank whose failure explains the others: an exception of the user's code, then a death, then an error of a
-    collective whose peer had gone; the earliest within each. None when no rank failed."""
-    ordered = enumerate(outcomes.items())
-    failures = [(blame, order, rank) for order, (rank, outcome) in ordered if (blame := _blame(outcome)) is not None]
-    return min(failures)[2] if failures else None
-
-
-def _blame(outcome: Outcome) -> int | None:
-    if isinstance(outcome, (Returned, Stopped)):
-        return None
-    if isinstance(outcome, Died):
-        return 1
-    return 2 if is_peer_error(outcome) else 0
-
-
-_PEER_ERROR_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_PEER_ERROR_WORDS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket Timeout",
-    "Connection refused", "failed to recv, got 0 bytes", "remote process exited",
-)  # fmt: skip
-
-
-def is_peer_error(outcome: Outcome) -> bool:
-    """True for an exception that only says that another rank is gone (texts of torch's gloo, NCCL and TCPStore)."""
-    if not isinstance(outcome, Raised):
-        return False
-    is_typed = outcome.type_name in _PEER_ERROR_TYPES
-    worded = outcome.type_name in ("RuntimeError", "ConnectionError", *_PEER_ERROR_TYPES)
-    return is_typed or (worded and any(word in outcome.message for word in _PEER_ERROR_WORDS))
+def _have(ranks: list[int]) -> str:
+    return f"{ranks_named(ranks)} {'have' if len(ranks) > 1 else 'has'}"

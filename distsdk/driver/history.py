@@ -19,8 +19,10 @@ Row = dict[str, float]
 
 @dataclass
 class _Cell:
-    """The values of one name at one step, by rank; a rank that reports twice for a step counts with both."""
+    """The values of one name at one step, by rank; a rank that reports twice for a step counts with both. What an
+    earlier attempt reported is replaced."""
 
+    attempt: int
     fold: str = "mean"
     values: list[tuple[int, float, float]] = field(default_factory=list)
     """(rank, value, weight)"""
@@ -82,12 +84,20 @@ class History:
             self._is_open.add(report.step)
             heapq.heappush(self._open, report.step)
         for name, value in report.metrics.items() if report.weight else ():  # nothing counts of an empty slice
-            cell = step.setdefault(name, _Cell(report.reduce.get(name, "mean")))
+            if name not in step or step[name].attempt < report.attempt:
+                step[name] = _Cell(report.attempt, report.reduce.get(name, "mean"))
+            cell = step[name]
             cell.values.append((report.rank, value, report.weight))
-            if name not in self._latest or self._latest[name][0] <= report.step:
+            latest_step, latest = self._latest.get(name, (-1, cell))
+            if latest_step <= report.step or latest.attempt < report.attempt:
                 self._latest[name] = (report.step, cell)
         self.last_by_rank.setdefault(report.rank, {}).update(report.metrics if report.weight else {})
         self._last_step[report.rank] = max(report.step, self._last_step.get(report.rank, 0))
+
+    def begin_attempt(self) -> None:
+        """All ranks start again, at whatever step."""
+        self._last_step.clear()
+        self._first_time = None
 
     def finish_rank(self, rank: int) -> None:
         """`rank` will report nothing more."""

@@ -8,14 +8,16 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
 from distsdk.driver.call import Call
-from distsdk.driver.group import StopRequested
+from distsdk.driver.events import StopRequested
 from distsdk.driver.result import Result, remember
 from distsdk.driver.run import Run
 from distsdk.errors import UsageError
 
 R = TypeVar("R")
-GRACE_S = 5.0
-"""A worker that does not reach a step boundary within this time after being asked to stop is killed."""
+
+
+under_way: set[Job[Any]] = set()
+"""The jobs of this process that are not over."""
 
 
 class Job(Future[Result[R]], Generic[R]):
@@ -27,7 +29,7 @@ class Job(Future[Result[R]], Generic[R]):
         """Identifier of the run; part of its folder's name."""
         self.path = str(call.folder.path)
         """The run folder."""
-        self._folder, self._num_ranks = call.folder, call.plan.num_workers
+        self._folder, self._num_ranks, self._grace_s = call.folder, call.plan.num_workers, call.options.grace_s
         self._run = Run(call)
         self._over = threading.Event()
         self._cancel_lock = threading.Lock()
@@ -36,6 +38,7 @@ class Job(Future[Result[R]], Generic[R]):
 
     def start(self) -> Job[R]:
         """Begin (done by ``submit``)."""
+        under_way.add(self)
         self._thread.start()
         return self
 
@@ -47,6 +50,7 @@ class Job(Future[Result[R]], Generic[R]):
         except BaseException as caught:
             error = caught
         remember_ending(result, error)
+        under_way.discard(self)
         self._over.set()
         self._settle(result, error)
 
@@ -66,10 +70,19 @@ class Job(Future[Result[R]], Generic[R]):
         """True from submit to the end."""
         return not self.done()
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Ask to end at the next step boundary, on all ranks at the same step; kill what has not ended after `grace_s`
-        seconds. ``result()`` then gives the partial Result, with status "interrupted". Returns at once."""
-        self._run.request(StopRequested(grace_s))
+    def stop(self, grace_s: float | None = None, reason: str = "Job.stop()") -> None:
+        """Ask to end at the next step boundary, on all ranks at the same step. Returns at once; ``result()`` then gives
+        the partial Result, with status "interrupted".
+
+        A rank that reaches no boundary within `grace_s` seconds (None: the option of that name; 0: kill at once) gets a
+        KeyboardInterrupt, and is killed 2 seconds later. `reason` is kept in ``result.attempts``.
+        """
+        self._run.request(StopRequested(self._grace_s if grace_s is None else grace_s, reason))
+
+    def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
+        """Where each rank is now: the Python stacks of all its threads, innermost frame first, the main thread last;
+        also while a rank is locked up in native code. Raises UsageError when the job is over."""
+        return self._run.stacks(timeout_s)
 
     def cancel(self) -> bool:
         """Kill the run, wait until nothing of it is left, and return True; False when it had ended before.
@@ -78,7 +91,7 @@ class Job(Future[Result[R]], Generic[R]):
         """
         if not super().cancel():
             return False
-        self._run.request(StopRequested(0))
+        self._run.request(StopRequested(0, "Job.cancel()"))
         self._over.wait()
         with self._cancel_lock:
             if not self._is_notified:

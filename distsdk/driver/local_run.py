@@ -11,6 +11,7 @@ from typing import Any
 from distsdk.driver.call import Plan, plan_call, run_record
 from distsdk.driver.display import display_for
 from distsdk.driver.recorder import Recorder
+from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
 from distsdk.driver.run import attach_result, mean_of_mappings
 from distsdk.spec import Options, training_of
@@ -95,6 +96,7 @@ def _result(
         name=plan.name,
         seed=seed,
         error=error,
+        attempts=[AttemptInfo(0, status, "" if error is None else f"{type(error).__qualname__}", seconds=seconds)],
         timings={"start": 0.0, "run": seconds, "total": seconds},
         checkpoint_names=recorder.checkpoint_names,
     )

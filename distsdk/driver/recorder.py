@@ -45,6 +45,11 @@ class Recorder:
         self._ranks_not_written: set[int] = set()
         self._has_reported_checkpoint = False
 
+    def begin_attempt(self) -> None:
+        """All ranks start again."""
+        with self._lock:
+            self.history.begin_attempt()
+
     def on_reported(self, report: Reported) -> None:
         """A rank reported."""
         with self._lock:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from distsdk.driver.history import Row
 from distsdk.driver.report_html import result_html
+from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.shipping import dump_call
 from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.commit import committed_file, read_json, write_json
@@ -102,7 +103,8 @@ class Result(Generic[R]):
     name: str = ""
     seed: int = 0
     error: BaseException | None = None
-    attempts: int = 1
+    attempts: list[AttemptInfo] = field(default_factory=list)
+    """Each life of the worker group, with why it ended; the last one is the run's end."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds: ``start`` (call to workers running), ``run``, ``total``."""
     checkpoint_names: list[str] = field(default_factory=list)
@@ -187,7 +189,7 @@ class Result(Generic[R]):
             "metrics": self.metrics,
             "ranks": [asdict(info) for info in self.ranks],
             "error": None if self.error is None else f"{type(self.error).__name__}: {safe_text(self.error)}",
-            "attempts": self.attempts,
+            "attempts": [asdict(info) for info in self.attempts],
             "timings": self.timings,
             "checkpoints": self.checkpoint_names,
         })  # fmt: skip
@@ -215,7 +217,7 @@ class Result(Generic[R]):
             name=saved["name"],
             seed=saved["seed"],
             error=None if saved["error"] is None else RuntimeError(saved["error"]),
-            attempts=saved["attempts"],
+            attempts=[AttemptInfo(**info) for info in saved["attempts"]],
             timings=saved["timings"],
             checkpoint_names=saved["checkpoints"],
         )

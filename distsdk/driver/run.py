@@ -1,102 +1,54 @@
-"""The story of one run, in the thread that belongs to it: start the agents, feed the group what happens, do what it
-says, and put together the Result."""
+"""The story of one call, in the thread that belongs to it: attempts until one is the last, and the Result of it all."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
-from distsdk.backends.base import AgentHandle, AgentLaunch
-from distsdk.driver.call import Call, run_record, worker_specs
-from distsdk.driver.comparison import BUFFER, Comparison
+from distsdk.driver.attempt import Attempt
+from distsdk.driver.call import Call, run_record
 from distsdk.driver.display import display_for
-from distsdk.driver.failure import add_notes, exception_for, other_failures, short_exit
-from distsdk.driver.group import (
-    After,
-    AgentGone,
-    Command,
-    DeadlinePassed,
-    Diverged,
-    Event,
-    Finish,
-    LaunchWorkers,
-    ReleaseWorkers,
-    StopWorkers,
-    TellUser,
-    Verdict,
-    WorkerGroup,
-)
+from distsdk.driver.events import Event, Verdict
+from distsdk.driver.failure import add_notes, described, exception_for, history_of, other_failures, short_exit
 from distsdk.driver.history import exact_sum
 from distsdk.driver.logs import Logs
 from distsdk.driver.recorder import Recorder
+from distsdk.driver.requests import Requests
+from distsdk.driver.restarts import AttemptInfo, can_restart, no_progress
 from distsdk.driver.result import HistoryTable, RankInfo, Result
-from distsdk.errors import ShipError
-from distsdk.wire.channel import ChannelClosed, close_all
-from distsdk.wire.loop import Loop
-from distsdk.wire.messages import (
-    DATA_STEP,
-    PROTOCOL,
-    Ended,
-    Fingerprinted,
-    Launch,
-    Message,
-    Noted,
-    Printed,
-    Raised,
-    Ready,
-    Release,
-    Reported,
-    Returned,
-    Started,
-    Stop,
-)
-from distsdk.wire.pickling import at_home, unpack
-
-_OTHER_DATA = (
-    "the data of a loader differs between ranks before it is shared out, so samples are lost or used twice: the "
-    "dataset divides itself by rank, or shuffles by random numbers of its own. If it divides itself, say so: "
-    "distsdk.prepare(loader, shard=False). If it shuffles, seed it the same on all ranks."
-)
+from distsdk.errors import UsageError
+from distsdk.wire.channel import close_all
+from distsdk.wire.messages import Died, Noted, Raised
 
 
 class Run:
-    """One attempt at one call."""
+    """One call, from its first attempt to its last."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.group = WorkerGroup(call.plan.num_workers)
-        self.status = "starting"
-        self.argument_states: list[dict[str, Any]] | None = None
-        """Rank 0's states of models, optimizers and schedulers among the arguments."""
+        self._final_status = ""
+        self.attempts: list[AttemptInfo] = []
         num_ranks, name = call.plan.num_workers, call.plan.name
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
         self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
-        self._logs = Logs(
-            call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes
-        )
-        self._comparison = Comparison(num_ranks)
-        self._loop = Loop()
-        self._handle: AgentHandle | None = None
-        self._values: list[Any] = [None] * num_ranks
-        self._pids: dict[int, int] = {}
-        self._host = ""
-        self._times = {"called": time.monotonic()}
-        self._requests: deque[Event] = deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake_lock = threading.Lock()
+        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
+        self._requests = Requests()
+        self._called_s = time.monotonic()
+        self._base = self._base_of_next = 0
+        self._why_no_more = ""
+        self._attempt = self._next_attempt()
 
     def execute(self) -> Result[Any]:
         """From start to end. Raises what the caller is to get, with the partial Result on it."""
+        timeout = self.call.options.timeout
+        deadline_s = None if timeout is None else self._called_s + timeout
         try:
-            self._start_agents()
-            self._loop.run()
+            self._attempt.execute(deadline_s)
+            while self._goes_on():
+                self._attempt = self._next_attempt()
+                self._attempt.execute(deadline_s)
         finally:
             self._clean_up()
         result = self._result()
@@ -104,145 +56,93 @@ class Run:
             raise result.error
         return result
 
-    def _start_agents(self) -> None:
-        call = self.call
-        launch = AgentLaunch(call.run_id, call.options.start, call.plan.env)
-        self._loop.watch(self._wake, self._on_wake)
-        (self._handle,) = call.plan.backend.start(launch, num_nodes=1)
-        self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
-        if call.options.timeout is not None:
-            self._loop.later(call.options.timeout, lambda: self._feed(DeadlinePassed()))
+    @property
+    def status(self) -> str:
+        """"starting", "running", "completed", "failed" or "interrupted"."""
+        return self._final_status or ("running" if self._attempt.host else "starting")
+
+    @property
+    def argument_states(self) -> list[dict[str, Any]] | None:
+        """Rank 0's states of models, optimizers and schedulers among the arguments."""
+        return self._attempt.argument_states
+
+    def _next_attempt(self) -> Attempt:
+        names = self.recorder.checkpoint_names
+        self._base = self._base_of_next
+        self.recorder.begin_attempt()
+        return Attempt(
+            self.call, len(self.attempts), names[-1] if names else "", self.recorder, self._logs, self._requests
+        )
+
+    def _goes_on(self) -> bool:
+        """Take down how the attempt ended; True when another is to follow."""
+        info = self._info(self._attempt)
+        self.attempts.append(info)
+        if info.steps_lost < info.steps:
+            self._base_of_next = info.reached - info.steps_lost
+        is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
+        if is_final or self._requests.is_stop_wanted:
+            return False
+        self._why_no_more = no_progress(self.attempts)
+        if not self._why_no_more:
+            self._tell(f"{info.cause}; attempt {info.number + 1} of {self.call.options.max_restarts} restarts begins")
+        return not self._why_no_more
+
+    def _info(self, attempt: Attempt) -> AttemptInfo:
+        steps = max(record.progress.reached for record in attempt.ranks)
+        saved_at = max(record.progress.saved_at for record in attempt.ranks)
+        verdict = attempt.verdict
+        return AttemptInfo(
+            number=attempt.group.attempt,
+            status=_status_of(verdict),
+            cause=_cause_of(attempt),
+            rank=verdict.rank,
+            steps=steps,
+            steps_lost=0 if verdict.kind == "completed" else max(0, steps - saved_at),
+            checkpoint=attempt.checkpoint,
+            seconds=attempt.times["ended"] - attempt.times["called"],
+            base=self._base,
+        )
+
+    def _tell(self, text: str) -> None:
+        self.recorder.on_noted(Noted(self._attempt.group.attempt, -1, "warning", text))
 
     def request(self, event: Event) -> None:
         """Feed `event` to the group, from any thread; without effect when the run is over."""
-        with self._wake_lock:
-            if self._wake >= 0:
-                self._requests.append(event)
-                os.eventfd_write(self._wake, 1)
+        self._requests.put(event)
 
-    def _on_wake(self) -> None:
-        os.eventfd_read(self._wake)
-        while self._requests:
-            self._feed(self._requests.popleft())
-
-    def _on_agent_gone(self) -> None:
-        assert self._handle is not None
-        self._feed(AgentGone(self._handle.tail()))
-
-    def _on_message(self, message: Message, descriptors: list[int]) -> None:
-        if isinstance(message, Printed):
-            self._logs.on_printed(message)
-        elif isinstance(message, Reported):
-            self.recorder.on_reported(message)
-        elif isinstance(message, Noted):
-            self.recorder.on_noted(message)
-        elif isinstance(message, Fingerprinted):
-            self._compare(message)
-        else:
-            self._feed(self._looked_at(message, descriptors))
-            return
-        close_all(descriptors)
-
-    def _looked_at(self, message: Message, descriptors: list[int]) -> Message:
-        """Keep what the Result needs of a message that the group decides on."""
-        if isinstance(message, Ready):
-            if message.protocol != PROTOCOL:
-                problem = (
-                    f"the agent speaks protocol {message.protocol}, and this is {PROTOCOL}: use one distsdk version"
-                )
-                message = msgspec.structs.replace(message, problem=problem)
-            self._host = message.node.host
-            self.status = "running"
-        elif isinstance(message, Started):
-            self._pids[message.rank] = message.pid
-            self._times["started"] = time.monotonic()
-        elif isinstance(message, Ended):
-            self.recorder.finish_rank(message.rank)
-            if isinstance(message.outcome, Returned):
-                return self._received(message, descriptors)
-        close_all(descriptors)
-        return message
-
-    def _received(self, ended: Ended, descriptors: list[int]) -> Ended:
-        assert isinstance(ended.outcome, Returned)
-        try:
-            with at_home(self.call.home):
-                self._values[ended.rank], states = unpack(ended.outcome.value, descriptors)
-            self.argument_states = states if ended.rank == 0 else self.argument_states
-            return ended
-        except Exception as error:
-            text = f"the return value of rank {ended.rank} cannot be loaded here: {type(error).__name__}: {error}"
-            return Ended(ended.attempt, ended.rank, Raised(ShipError.__name__, text, "", "", None))
-
-    def _compare(self, message: Fingerprinted) -> None:
-        for sentence in self._comparison.add(message):
-            if message.step < DATA_STEP:
-                self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", _OTHER_DATA))
-                return
-            if not sentence.startswith((f"'{BUFFER}", f'"{BUFFER}')):
-                self._feed(Diverged(f"the replicas have diverged: {sentence}{_hint(message.step)}"))
-                return
-            why = "A forward pass in training mode without a backward does that."
-            text = f"the replicas' buffers are not equal: {sentence} {why}"
-            self.recorder.on_noted(Noted(message.attempt, message.rank, "warning", text))
-
-    def _feed(self, event: Event) -> None:
-        for command in self.group.on(event):
-            _PERFORM[type(command)](self, command)
-
-    def _launch(self, _command: LaunchWorkers) -> None:
-        call = self.call
-        specs = worker_specs(call, call.plan.nodes[0].cpus)
-        self._tell(Launch(self.group.attempt, specs, call.parcel), call.descriptors)
-
-    def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
-        assert self._handle is not None
-        try:
-            self._handle.channel.send(message, descriptors or ())
-        except ChannelClosed:
-            pass  # the loop is about to say so
-
-    def _release(self, _command: ReleaseWorkers) -> None:
-        self._tell(Release())
-
-    def _stop(self, command: StopWorkers) -> None:
-        self._tell(Stop(command.grace_s))
-
-    def _after(self, command: After) -> None:
-        self._loop.later(command.delay_s, lambda: self._feed(command.event))
-
-    def _tell_user(self, command: TellUser) -> None:
-        self.recorder.on_noted(Noted(self.group.attempt, -1, "warning", command.text))
-
-    def _finish(self, _command: Finish) -> None:
-        self._loop.stop()
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """Where the ranks are. Raises UsageError when the run is over, TimeoutError."""
+        future: Future[dict[int, str]] = Future()
+        if not self._requests.put(future):
+            raise UsageError("stacks(): the run is over, so there are none.")
+        return future.result(timeout_s)
 
     def _clean_up(self) -> None:
-        if self._handle is not None:
-            self._handle.stop(grace_s=0)
-        with self._wake_lock:
-            os.close(self._wake)
-            self._wake = -1
-        self._loop.close()
+        for request in self._requests.close():
+            if isinstance(request, Future):
+                request.set_result({})
         close_all(self.call.descriptors)
-        self._times["ended"] = time.monotonic()
-        self.status = _status_of(self.group.verdict)
+        self._final_status = _status_of(self._attempt.verdict)
         self._logs.close()
         self.recorder.close(self.status, self.call.plan.num_workers)
 
     def _result(self) -> Result[Any]:
-        call, verdict = self.call, self.group.verdict or Verdict("not_started")
-        error = None if self.status == "completed" or verdict.kind == "interrupted" else self._error(verdict)
+        call, attempt = self.call, self._attempt
+        is_failed = self.status == "failed"
+        error = self._error(attempt) if is_failed else None
+        values = [record.value for record in attempt.ranks]
         result: Result[Any] = Result(
             status=self.status,
             path=str(call.folder.path),
-            values=self._values,
-            metrics=self.recorder.history.latest() or mean_of_mappings(self._values),
+            values=values,
+            metrics=self.recorder.history.latest() or mean_of_mappings(values),
             history=HistoryTable(self.recorder.history.rows()),
-            ranks=[self._rank_info(rank, verdict) for rank in range(call.plan.num_workers)],
+            ranks=[self._rank_info(attempt, rank) for rank in range(call.plan.num_workers)],
             name=call.plan.name,
             seed=call.seed,
             error=error,
+            attempts=self.attempts,
             timings=self._timings(),
             checkpoint_names=self.recorder.checkpoint_names,
         )
@@ -251,65 +151,69 @@ class Run:
             attach_result(error, result)
         return result
 
-    def _error(self, verdict: Verdict) -> BaseException:
-        outcome = self.group.outcomes.get(verdict.rank)
-        error = exception_for(verdict, self.group.outcomes, self.call.home, self.call.options.timeout)
-        has_rank = verdict.rank >= 0
-        if verdict.kind == "not_started" and self._handle and (printed := self._handle.tail()):
+    def _error(self, attempt: Attempt) -> BaseException:
+        group, verdict, call = attempt.group, attempt.verdict, self.call
+        error = exception_for(verdict, group.outcomes, call.home, call.options.timeout, group.scene)
+        if verdict.kind == "not_started" and (printed := attempt.agent_tail()):
             error.add_note(f"the agent printed:\n{printed}")
+        outcome, has_rank = group.outcomes.get(verdict.rank), verdict.rank >= 0
         add_notes(
             error,
             verdict.rank,
             where=outcome.where if isinstance(outcome, Raised) else "",
-            place=f"node 0, {self._host}; attempt {self.group.attempt}; pid {self._pids.get(verdict.rank, '?')}",
-            others=other_failures(self.group.outcomes, verdict.rank),
+            place=_place_of(attempt, verdict.rank) if has_rank else "",
+            others=other_failures(group.outcomes, verdict.rank),
             tail=self._logs.tail(verdict.rank) if has_rank else (),
-            log_path=str(self.call.folder.log_file(verdict.rank) if has_rank else self.call.folder.path),
+            log_path=str(call.folder.log_file(verdict.rank) if has_rank else call.folder.path),
         )
+        for line in [*history_of(self.attempts), *filter(None, [self._why_no_more])]:
+            error.add_note(line)
         return error
 
-    def _rank_info(self, rank: int, verdict: Verdict) -> RankInfo:
+    def _rank_info(self, attempt: Attempt, rank: int) -> RankInfo:
+        verdict = attempt.verdict
         return RankInfo(
             rank=rank,
-            host=self._host,
-            pid=self._pids.get(rank, 0),
+            host=attempt.host,
+            pid=attempt.ranks[rank].pid,
             device=self.call.plan.device,
-            exit=short_exit(self.group.outcomes.get(rank), verdict.rank == rank),
+            exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank),
             log_path=str(self.call.folder.log_file(rank)),
             metrics=self.recorder.history.last_by_rank.get(rank, {}),
         )
 
     def _timings(self) -> dict[str, float]:
-        called, ended = self._times["called"], self._times["ended"]
-        started = self._times.get("started", ended)
-        return {"start": started - called, "run": ended - started, "total": ended - called}
+        ended = self._attempt.times["ended"]
+        started = self._attempt.times.get("started", ended)
+        called = self._attempt.times["called"]
+        return {"start": started - called, "run": ended - started, "total": ended - self._called_s}
 
 
-_PERFORM: dict[type[Command], Callable[[Run, Any], None]] = {
-    LaunchWorkers: Run._launch,
-    ReleaseWorkers: Run._release,
-    StopWorkers: Run._stop,
-    After: Run._after,
-    TellUser: Run._tell_user,
-    Finish: Run._finish,
-}
+def _place_of(attempt: Attempt, rank: int) -> str:
+    """Where and in what state a rank failed, for a note."""
+    record, outcome = attempt.ranks[rank], attempt.group.outcomes.get(rank)
+    parts = [f"node 0, {attempt.host}", f"attempt {attempt.group.attempt}", f"pid {record.pid or '?'}"]
+    if isinstance(outcome, Died):
+        parts.append(outcome.signal or f"exit code {outcome.exit_code}")
+    if record.progress.reached:
+        parts.append(f"step {record.progress.reached}")
+    if record.peak_bytes:
+        parts.append(f"peak memory {record.peak_bytes >> 20} MB")
+    return "; ".join(parts)
 
 
-def _hint(step: int) -> str:
-    if step:
-        return (
-            " Something was computed differently on different ranks: a decision on a rank's own values (average them "
-            "first: distsdk.all_reduce), an update by hand, or a state that only some ranks loaded."
-        )
-    return (
-        " Weights must be drawn alike on all ranks: not from a seed that depends on the rank and, if a model is made "
-        "inside a training loop, by torch.nn.init or before the loop."
-    )
+def _cause_of(attempt: Attempt) -> str:
+    """Why an attempt did not complete, short; "" when it did."""
+    verdict, group = attempt.verdict, attempt.group
+    if verdict.rank >= 0:
+        return f"rank {verdict.rank} {described(group.outcomes[verdict.rank])}"
+    if verdict.kind == "interrupted":
+        return f"stopped: {group.stop_reason}"
+    return "" if verdict.kind == "completed" else f"{verdict.kind}: {verdict.detail}".replace("_", " ")
 
 
-def _status_of(verdict: Verdict | None) -> str:
-    kind = verdict.kind if verdict else "failed"
-    return kind if kind in ("completed", "interrupted") else "failed"
+def _status_of(verdict: Verdict) -> str:
+    return verdict.kind if verdict.kind in ("completed", "interrupted") else "failed"
 
 
 def attach_result(error: BaseException, result: Result[Any]) -> None:

@@ -11,7 +11,7 @@ from distsdk.spec import NodeInfo, WorkerSpec
 NOT_WRITTEN = "-"
 DATA, DATA_STEP = "data", -1
 """Name and step of fingerprints of data: the first loader has step -2, the next -3, and so on."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this file; a peer that announces another one is refused."""
 
 
@@ -27,6 +27,43 @@ class Parcel(msgspec.Struct, frozen=True):
     """The bytes; None: they are in the descriptor attached to the message."""
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a rank has come: numbers that it counts up in a memory that its agent reads (`wire.blackbox`)."""
+
+    steps: int = 0
+    """Optimizer steps."""
+    reports: int = 0
+    backwards: int = 0
+    batches: int = 0
+    """Taken from loaders."""
+    saved_at: int = 0
+    """What `reached` was when its last checkpoint was committed."""
+
+    @property
+    def reached(self) -> int:
+        """Optimizer steps; of a function that makes none, its reports."""
+        return self.steps or self.reports
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A collective that a rank has entered and that is not over."""
+
+    op: str
+    """"all_reduce", "barrier", ...; `GRADIENTS` for the averaging in a backward."""
+    group: str
+    """Name of its process group, the same on all ranks; "0" is the default one."""
+    seq: int
+    """Its number among the collectives of the group, from 1."""
+    ranks: list[int]
+    """The members of the group."""
+    sizes: str = ""
+    needs: list[int] | None = None
+    """The ranks known to be missing; None: to be found out from how far each has come."""
+    is_p2p: bool = False
+
+
+GRADIENTS = "the averaging of gradients"
+
 # outcomes: how one rank ended
 
 
@@ -34,6 +71,7 @@ class Returned(Message, frozen=True):
     """The function returned (or left by ``sys.exit(0)``, with None)."""
 
     value: Parcel
+    by_exit: bool = False
 
 
 class Raised(Message, frozen=True):
@@ -45,6 +83,10 @@ class Raised(Message, frozen=True):
     where: str
     """``file:line in function`` of the innermost frame of the user's own code."""
     exception: Parcel | None
+    bases: list[str] = []
+    """The builtin exceptions that its type derives from, nearest first."""
+    blames_peer: bool = False
+    """True when it says only that another rank is gone, or was raised because of that."""
 
 
 class Died(Message, frozen=True):
@@ -86,10 +128,22 @@ class Assign(Message, frozen=True):
     payload: Parcel
 
 
+FINAL_S = 2.0
+"""After a KeyboardInterrupt at the end of the grace, a worker has so many seconds before it is killed."""
+
+
 class Stop(Message, frozen=True):
-    """Stop at the next step boundary; after `grace_s` seconds be killed. 0: be killed now."""
+    """Stop at the next step boundary; after `grace_s` seconds get a KeyboardInterrupt; `FINAL_S` later be killed. 0: be
+    killed now."""
 
     grace_s: float
+
+
+class Inspect(Message, frozen=True):
+    """Say where the ranks are. is_deep=False: the agent answers from what it sees, without troubling the workers."""
+
+    token: int
+    is_deep: bool
 
 
 class Release(Message, frozen=True):
@@ -116,6 +170,8 @@ class Started(Message, frozen=True):
     attempt: int
     rank: int
     pid: int
+    at_s: float = 0.0
+    """By the monotonic clock of its node."""
 
 
 class Printed(Message, frozen=True):
@@ -168,6 +224,41 @@ class Ended(Message, frozen=True):
     attempt: int
     rank: int
     outcome: Outcome
+    at_s: float = 0.0
+    """By the monotonic clock of its node."""
+    peak_bytes: int = 0
+    """The most memory that the process had resident."""
+    progress: Progress = Progress()
+    """Filled in by the agent."""
+
+
+class StopAsked(Message, frozen=True):
+    """A rank wants all to stop at the next boundary: it got a SIGTERM, or its function asked for it."""
+
+    attempt: int
+    rank: int
+    reason: str
+
+
+class Inspected(Message, frozen=True):
+    """Where a rank is. What only the worker knows is empty when it did not answer, or was not asked."""
+
+    attempt: int
+    rank: int
+    token: int
+    waits: list[Wait] = []
+    done: dict[str, int] = {}
+    """By group, how many collectives it has entered."""
+    is_blocked: bool = False
+    """True when its main thread can do nothing before `waits` are over."""
+    stack: str = ""
+    """Of all its threads, as faulthandler writes it, innermost frame first, the main thread last."""
+    progress: Progress = Progress()
+    state: str = ""
+    """Of its main thread, a letter as in proc(5): R, S, D, T."""
+    cpu_s: float = 0.0
+    """Processor time it has used."""
+    has_answered: bool = False
 
 
 class Exited(Message, frozen=True):
@@ -205,11 +296,12 @@ class Reaped(Message, frozen=True):
 
     ticket: int
     status: int
+    peak_bytes: int = 0
 
 
 AnyMessage = (
-    Open | Launch | Assign | Stop | Release | Ready | Started | Printed | Reported | Fingerprinted | Noted | Ended
-    | Exited | Failed | Fork | Forked | Reaped
+    Open | Launch | Assign | Stop | Inspect | Release | Ready | Started | Printed | Reported | Fingerprinted | Noted
+    | StopAsked | Inspected | Ended | Exited | Failed | Fork | Forked | Reaped
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -52,7 +52,7 @@ def torchrun_environment(spec: WorkerSpec) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(spec.store_port),
         "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.run_id,
     }
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from distsdk.errors import DivergenceError
 from distsdk.spec import Training
+from distsdk.wire.blackbox import BACKWARDS, BATCHES, STEPS, Counters
 from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
 from distsdk.worker import context as contexts
 from distsdk.worker import session as sessions
@@ -32,6 +33,7 @@ from distsdk.worker.shard import Sharding
 from distsdk.worker.shared_memory import SharedMemory, is_possible
 from distsdk.worker.sync import Synchroniser
 from distsdk.worker.verify import FINAL_STEP, Verifier
+from distsdk.worker.waiting import Waiting
 
 _SAME_DATA = (
     "the function trained without reading a DataLoader, so every worker trained on the same data, unless it chose its "
@@ -70,12 +72,16 @@ class Equipment:
     """One rank's session, discovery, synchroniser, verifier and sharding."""
 
     def __init__(
-        self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own
-    ) -> None:
+        self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own,
+        counters: Counters | None = None, checkpoint: str = "",
+    ) -> None:  # fmt: skip
         self.context, self.training = context, training
         self.send = send
+        self.counters = counters or Counters()
+        self.waiting = Waiting(context.world_size)
         self.discovery = Discovery()
         self.session = Session(context, send, lambda: self.synchroniser.stop_agreed, self.weight_of_report)
+        self.session.counters, self.session.resume_from = self.counters, checkpoint
         self.sharding = Sharding(
             context, seed, training.is_global,
             self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
@@ -84,12 +90,14 @@ class Equipment:
         self.synchroniser = Synchroniser(
             self.discovery, self.sharding.weights, self.sharding.ending, context.world_size, training.ddp, self._hook,
             training.loss_reduction == "sum", lambda: self.verifier.step, self._on_first_backward,
+            lambda: self.counters.add(BACKWARDS),
             Inspection(
                 self.discovery, self.sharding.weights, context.world_size, training.loss_reduction, self.session.note
             ),
         )  # fmt: skip
         self.sharding.give_weight = self._give_weight
         self.sharding.on_training_batch = self._drop_weight
+        self.sharding.on_batch = lambda: self.counters.add(BATCHES)
         self.batch_statistics = BatchStatistics(
             lambda part: self.sharding.is_in_training() and not self.discovery.is_foreign(part),
             self.sharding.weights.is_stand_in, lambda: self.synchroniser.share,
@@ -110,9 +118,9 @@ class Equipment:
         if self._shared_memory is None and wanted and is_possible(
             context.world_size, context.local_world_size, context.device
         ):  # fmt: skip
-            self._shared_memory = SharedMemory(
-                context.rank, context.world_size, self._agreed, self.session.note
-            )
+            memory = self._shared_memory = SharedMemory(context.rank, context.world_size, self._agreed)
+            if memory.is_usable:
+                self.waiting.gradients, self.waiting.num_averaged = memory.wait, lambda: memory.num_rounds
         return self._shared_memory.hook if self._shared_memory else None
 
     @contextmanager
@@ -125,6 +133,7 @@ class Equipment:
             self._stack.callback(enter, enter(self))
             if dist.is_initialized():
                 self._stack.enter_context(courtesies())
+                self._stack.enter_context(self.waiting.watching())
             if self.training.wrap:
                 self._stack.enter_context(self.discovery.watching())
                 self.install()
@@ -206,6 +215,7 @@ class Equipment:
 
     def _after_step(self, *_hook_arguments: Any) -> None:
         self.verifier.step += 1
+        self.counters.add(STEPS)
         self.sharding.on_step()
         if self.context.world_size > 1:
             self.verifier.check()
@@ -259,6 +269,7 @@ class Equipment:
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.latest_step or self.verifier.step
         name = write_checkpoint(self.context.run_dir, step, state, {})
+        self.counters.saved()
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 
     def trained_models(self) -> list[nn.Module]:

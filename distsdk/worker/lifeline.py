@@ -1,4 +1,4 @@
-"""A process that must not outlive its parent."""
+"""A process that must not outlive its parent, and that lets nothing it has started outlive itself unseen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>; see prctl(2). The signal follows the parent's thread: the parent must be single-threaded."""
+
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -23,3 +26,9 @@ def outlive_parent() -> None:
     """Take `die_with_parent` back."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """From now on, orphans among the descendants of this process become its children (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -7,21 +7,17 @@ below differs between the two.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
-import importlib.machinery
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,16 +26,31 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from distsdk.errors import ShipError, StopTraining, UsageError
 from distsdk.spec import WorkerSpec
+from distsdk.wire.blackbox import Counters, read_stack, rewind_stack
 from distsdk.wire.channel import Channel, ChannelClosed
 from distsdk.wire.culprit import culprit
 from distsdk.wire.memory import INLINE_BYTES
-from distsdk.wire.messages import Assign, Died, Ended, Outcome, Parcel, Release, Returned, Stop, Stopped
+from distsdk.wire.messages import (
+    Assign,
+    Died,
+    Ended,
+    Inspect,
+    Inspected,
+    Outcome,
+    Parcel,
+    Release,
+    Returned,
+    Stop,
+    StopAsked,
+    Stopped,
+)
 from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpack
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
-from distsdk.worker.context import context_of, torchrun_environment
+from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
-from distsdk.worker.lifeline import die_with_parent
+from distsdk.worker.lifeline import adopt_orphans, die_with_parent
 from distsdk.worker.outcome import EXCEPTION_BYTES, raised
+from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
 from distsdk.worker.randomness import seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
 from distsdk.worker.settings import apply_settings
@@ -56,16 +67,16 @@ def run(control: socket.socket) -> None:
     """Be a worker on this control socket, to the end of the process."""
     channel = Channel(control)
     assignment, descriptors = _wait_for_assignment(channel)
-    spec = assignment.spec
+    spec, counters = assignment.spec, Counters(descriptors.pop())
     become(spec)
-    worker = Worker(spec, channel)
+    adopt_orphans()
+    worker = Worker(spec, channel, counters)
+    listen_to_signals(counters, worker.on_sigterm)
     threading.Thread(target=worker.listen, name="distsdk-control", daemon=True).start()
     outcome, attached = worker.outcome_of(assignment.payload, descriptors)
     if os.getpid() != worker.pid:  # a child that the user's function forked came out here: it speaks for no rank
         leave(0 if isinstance(outcome, Returned) else 1)
-    _flush_streams()
-    channel.send(Ended(spec.attempt, spec.place.rank, outcome), attached)
-    worker.released.wait()
+    worker.end(outcome, attached)
     leave(0)
 
 
@@ -81,67 +92,6 @@ def _wait_for_assignment(channel: Channel) -> tuple[Assign, list[int]]:
     return message, descriptors
 
 
-def leave(code: int) -> None:
-    """End the process: the user's exit functions run, threads are not waited for."""
-    atexit._run_exitfuncs()
-    _flush_streams()
-    os._exit(code)
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed by the user, or its reader is gone
-            stream.flush()
-
-
-def become(spec: WorkerSpec) -> None:
-    """Take on the driver's environment, folder, module path and main module; output by lines, in UTF-8."""
-    os.environ.clear()
-    os.environ.update({**spec.env, **torchrun_environment(spec)})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with contextlib.suppress(OSError):  # the driver's folder was deleted: stay where we are
-        os.chdir(spec.cwd)
-    sys.path[:] = spec.sys_path
-    sys.argv[:] = spec.argv
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the driver's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it is empty, and reading says so
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(  # noqa: SIM115 - it lives as long as the process
-            descriptor, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    faulthandler.enable(file=2)
-    atexit._clear()
-    tempfile.tempdir = None  # it was chosen for another environment
-    time.tzset()
-    torch.set_num_threads(spec.num_threads)
-
-
-MAIN_NAMES = ("__main__", "__mp_main__")
-"""The second is that of a driver which multiprocessing itself had started."""
-
-
-def become_main(spec: WorkerSpec) -> types.ModuleType:
-    """A ``__main__`` like the driver's, for code that looks its classes up there or starts it again."""
-    module = types.ModuleType("__main__")
-    if spec.main_file:
-        module.__file__ = spec.main_file
-    if spec.main_name:
-        module.__spec__ = importlib.machinery.ModuleSpec(spec.main_name, None)
-        module.__package__ = spec.main_name.rpartition(".")[0]
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    return module
-
-
-def settle_in_main(module: types.ModuleType, shipped: Mapping[int, Any]) -> None:
-    """Put the classes and functions that came from the driver's ``__main__`` where plain pickle looks for them."""
-    for obj in shipped.values():
-        if getattr(obj, "__module__", None) in MAIN_NAMES and "." not in obj.__qualname__:
-            setattr(module, obj.__name__, obj)
-
-
 PUBLISHED = 32
 """How many values rank 0 keeps in the store for ranks that are behind."""
 
@@ -149,12 +99,15 @@ PUBLISHED = 32
 class Worker:
     """One rank: its equipment, and what the agent tells it."""
 
-    def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
+    def __init__(self, spec: WorkerSpec, channel: Channel, counters: Counters) -> None:
         self.spec = spec
         self.channel = channel
         self.pid = os.getpid()
-        self.released = threading.Event()
-        self.equipment = Equipment(context_of(spec), spec.seed, spec.training, channel.send, self._agreed)
+        self._released = threading.Event()
+        self._counters = counters
+        self.equipment = Equipment(
+            context_of(spec), spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint
+        )
         self._shipped: dict[int, Any] = {}
         self._store: Any = None
         self._published: list[str] = []
@@ -166,10 +119,48 @@ class Worker:
                 for message, _descriptors in self.channel.receive():
                     if isinstance(message, Stop):
                         self.equipment.synchroniser.stop_asked = True
+                    elif isinstance(message, Inspect):
+                        self.channel.send(self._inspected(message.token))
                     elif isinstance(message, Release):
-                        self.released.set()
+                        self._released.set()
         except ChannelClosed:
             os.killpg(0, signal.SIGKILL)
+
+    def on_sigterm(self) -> None:
+        """Someone wants this process to end: so do all ranks, together."""
+        with contextlib.suppress(ChannelClosed):
+            self.channel.send(StopAsked(self.spec.attempt, self.spec.place.rank, "SIGTERM, as when a job is preempted"))
+
+    def _inspected(self, token: int) -> Inspected:
+        """Where this rank is. Looking at what the main thread is just changing may fail; then the stack has to do."""
+        waiting, place = self.equipment.waiting, self.spec.place
+        waits, done, is_blocked = [], {}, False
+        with contextlib.suppress(Exception):
+            waits, done = waiting.waits(), waiting.done()
+            is_blocked = waiting.is_blocked(waits)
+        return Inspected(
+            self.spec.attempt, place.rank, token, waits, done, is_blocked, self._stack(), has_answered=True
+        )
+
+    def _stack(self) -> str:
+        """All threads but this one."""
+        descriptor = self._counters.descriptor
+        assert descriptor is not None
+        rewind_stack(descriptor)
+        faulthandler.dump_traceback(file=descriptor, all_threads=True)
+        blocks = read_stack(descriptor).split("\n\n")
+        return "\n\n".join(block for block in blocks if not block.startswith("Current thread"))
+
+    def end(self, outcome: Outcome, attached: list[int]) -> None:
+        """Say how it went, and wait until all ranks have an outcome."""
+        flush_streams()
+        place, peak_kb = self.spec.place, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.channel.send(
+            Ended(self.spec.attempt, place.rank, outcome, time.monotonic(), peak_kb * 1024), attached
+        )
+        while not self._released.is_set():
+            with contextlib.suppress(KeyboardInterrupt):  # meant for a function that has ended by now
+                self._released.wait()
 
     def _agreed(self, key: str, value: Any) -> Any:
         """Rank 0's value under this key, on all ranks, without a collective: the others wait for it in the store."""
@@ -180,7 +171,8 @@ class Worker:
             if len(self._published) > PUBLISHED:
                 self._store.delete_key(self._published.pop(0))
             return value
-        return pickle.loads(self._store.get(name))
+        with self.equipment.waiting.for_rank_0(key):
+            return pickle.loads(self._store.get(name))
 
     def outcome_of(self, payload: Parcel, descriptors: list[int]) -> tuple[Outcome, list[int]]:
         """Load and call the function; whatever happens is an outcome, with the descriptors to attach to it."""
@@ -189,9 +181,11 @@ class Worker:
         except StopTraining:
             return Stopped(), []
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
+            if isinstance(error, KeyboardInterrupt) and self.equipment.synchroniser.stop_asked:
+                return Stopped(), []  # no step boundary came in time
             outcome = raised(error, self._pack_exception, self._unpack_own)
             if isinstance(outcome, Died) and outcome.exit_code == 0:
-                return self._returned((None, None))  # sys.exit(0): done, and all is well
+                return self._returned((None, None), by_exit=True)  # sys.exit(0): done, and all is well
             return outcome, []
 
     def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any] | None] | None]:
@@ -225,7 +219,7 @@ class Worker:
         apply_settings(settings)
         return fn, args, kwargs
 
-    def _returned(self, value: tuple[Any, Any]) -> tuple[Outcome, list[int]]:
+    def _returned(self, value: tuple[Any, Any], by_exit: bool = False) -> tuple[Outcome, list[int]]:
         try:
             parcel, descriptors = self._pack(value)
         except Exception as error:
@@ -236,7 +230,7 @@ class Worker:
             )
             raise_later.__cause__ = error
             return raised(raise_later, self._pack_exception, self._unpack_own), []
-        return Returned(parcel), descriptors
+        return Returned(parcel, by_exit), descriptors
 
     def _pack_exception(self, obj: Any) -> tuple[Parcel, list[int]]:
         return self._pack(obj, EXCEPTION_BYTES)

@@ -36,7 +36,37 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
         traceback=cut(text),
         where=_where(trace),
         exception=_parcel_of(error, pack, unpack),
+        bases=[base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins" and base is not object],
+        blames_peer=blames_peer(error),
     )
+
+
+_PEER_ERROR_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_ERROR_WORDS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket Timeout",
+    "Connection refused", "failed to recv, got 0 bytes", "remote process exited",
+)  # fmt: skip
+_LONGEST_CHAIN = 20
+
+
+def blames_peer(error: BaseException) -> bool:
+    """True for an exception that only says that another rank is gone (texts of torch's gloo, NCCL and TCPStore), or was
+    raised because of one, or while one was handled."""
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return False
+        if _is_peer_error(link):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def _is_peer_error(error: BaseException) -> bool:
+    if type(error).__name__ in _PEER_ERROR_TYPES:
+        return True
+    words = safe_text(error)[:MESSAGE_BYTES] if type(error) in (RuntimeError, ConnectionError) else ""
+    return any(word in words for word in _PEER_ERROR_WORDS)
 
 
 def _left(error: SystemExit) -> Died:

@@ -6,11 +6,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distsdk.errors import StopTraining, UsageError
-from distsdk.wire.messages import NOT_WRITTEN, Message, Noted, Reported
+from distsdk.storage.folder import RunFolder
+from distsdk.wire.blackbox import REPORTS, Counters
+from distsdk.wire.messages import NOT_WRITTEN, Message, Noted, Reported, StopAsked
 from distsdk.worker.context import Context
+
+if TYPE_CHECKING:
+    from distsdk.worker.checkpoint import Checkpoint
 
 REDUCTIONS = ("mean", "sum", "min", "max", "last")
 
@@ -31,6 +37,9 @@ class Session:
     _next_steps: dict[str, int] = field(default_factory=dict)
     """By name: what is reported in different places, or by some ranks only, is counted apart."""
     num_checkpoints: int = 0
+    counters: Counters = field(default_factory=Counters)
+    resume_from: str = ""
+    """Name of the checkpoint that an earlier attempt committed last; "": there is none."""
     _told: set[str] = field(default_factory=set)
 
     def note(self, level: str, text: str) -> None:
@@ -62,6 +71,34 @@ def enter(session: Session | None) -> Session | None:
     global _current
     before, _current = _current, session
     return before
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The last checkpoint that was committed before this attempt, the same on all ranks; None in a first attempt, and
+    outside a worker.
+
+    Reports without a step go on after the checkpoint's step once it was asked for.
+    """
+    session = _current
+    if session is None or not session.resume_from:
+        return None
+    from distsdk.worker.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(RunFolder(Path(session.context.run_dir)).checkpoints / session.resume_from)
+    session.latest_step = max(session.latest_step, checkpoint.step + 1)
+    return checkpoint
+
+
+def stop_all(reason: str) -> None:
+    """Ask all ranks to stop at the next step boundary, where `StopTraining` is raised on all of them: the run ends with
+    status "interrupted" and the partial Result. Returns at once; without effect outside a worker.
+
+    Args:
+        reason: a sentence for the user, kept in ``result.attempts``.
+    """
+    if _current is not None and _current.pid == os.getpid():
+        context = _current.context
+        _current.send(StopAsked(context.attempt, context.rank, str(reason)))
 
 
 def report(
@@ -120,6 +157,9 @@ def _send_report(
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
     weight = session.default_weight() if weight is None else weight
+    session.counters.add(REPORTS)
+    if name not in ("", NOT_WRITTEN):
+        session.counters.saved()
     session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds, name))
     session.leave_if_stopping()
 

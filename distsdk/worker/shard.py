@@ -78,6 +78,7 @@ class Sharding:
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
         self.on_training_batch: Callable[[], None] = lambda: None
+        self.on_batch: Callable[[], None] = lambda: None
         self._is_reading_whole = False
         """True when the latest batch was read for evaluation."""
         self._waiting_notes: list[str] = []
@@ -174,6 +175,7 @@ class Sharding:
             iterator._base_seed = mixed_seed(iterator._base_seed, self.rank)
 
     def _next(self, iterator: Any, next_of: Any) -> Any:
+        self.on_batch()
         reading = _reading_of(iterator)
         if reading is None:
             batch = next_of(iterator)

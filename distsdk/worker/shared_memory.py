@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distsdk.wire.messages import GRADIENTS, Wait
+
 LIMIT_BYTES = 4 << 20
 """Larger buckets are reduced by gloo, whose threads work while backward goes on."""
 MAX_RANKS = 8
@@ -32,7 +34,6 @@ _LOOKS = 200
 """How often the counter is read before the kernel is asked to wait; about 30 microseconds."""
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 """Of Linux on x86-64 (asm/unistd_64.h, linux/futex.h)."""
-TOLD_AFTER_S = 10
 GIVEN_UP_AFTER_S = 1800
 """As torch's process groups do by default (torch.distributed.constants.default_pg_timeout)."""
 _WAIT_S = 1
@@ -53,9 +54,9 @@ class SharedMemory:
     """Slots and counters of all ranks. Making it is collective."""
 
     def __init__(
-        self, rank: int, world_size: int, agreed: Callable[[str, Any], Any], note: Callable[[str, str], None]
+        self, rank: int, world_size: int, agreed: Callable[[str, Any], Any]
     ) -> None:
-        self._rank, self._world_size, self._note = rank, world_size, note
+        self._rank, self._world_size = rank, world_size
         header = mmap.PAGESIZE
         memory = _mapped(rank, header + 2 * world_size * LIMIT_BYTES, agreed)
         self.is_usable = _all_agree(memory is not None)
@@ -68,7 +69,16 @@ class SharedMemory:
         raw = torch.frombuffer(memory, dtype=torch.uint8)[header:]
         self._slots = raw.view(2, world_size, LIMIT_BYTES)
         self._views: dict[tuple[int, torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._round = 0
+        self._round = self.num_rounds = 0
+        self._is_waiting = False
+
+    def wait(self) -> Wait | None:
+        """The mean that this rank waits for, with the ranks that are missing; from any thread."""
+        if not self._is_waiting:
+            return None
+        now, everyone = self._round, list(range(self._world_size))
+        missing = [rank for rank in everyone if not _has_come(self._counters[rank * _LINE // 4], now)]
+        return Wait(GRADIENTS, "gradients", self.num_rounds, everyone, needs=missing) if missing else None
 
     def hook(self, _state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """For DDP's reducer: the mean of the bucket over the ranks."""
@@ -82,7 +92,8 @@ class SharedMemory:
 
     def average(self, values: torch.Tensor) -> None:
         """Replace `values` (one-dimensional, at most `LIMIT_BYTES`) by their mean over the ranks."""
-        self._round = (self._round + 1) % 2**32
+        self.num_rounds += 1
+        self._round = self.num_rounds % 2**32
         slots, own = self._views_of(values)
         torch.div(values, self._world_size, out=own)
         self._counters[self._rank * _LINE // 4] = self._round
@@ -104,23 +115,22 @@ class SharedMemory:
         """Until `rank` has written its part of this round, or of the next."""
         counters, index, now = self._counters, rank * _LINE // 4, self._round
         for _ in range(_LOOKS):
-            if (counters[index] - now) % 2**32 < 2:
+            if _has_come(counters[index], now):
                 return
         limit, begun_s = _Timespec(_WAIT_S, 0), time.monotonic()
-        while (seen := counters[index]) != now and (seen - now) % 2**32 > 1:
+        self._is_waiting = True
+        while not _has_come(seen := counters[index], now):
             self._libc.syscall(
                 _SYS_FUTEX, self._addresses[rank], _FUTEX_WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
             )
-            self._look_at_clock(rank, time.monotonic() - begun_s)
+            if time.monotonic() - begun_s > GIVEN_UP_AFTER_S:
+                raise RuntimeError(f"rank {self._rank} has waited {GIVEN_UP_AFTER_S} s in a backward for rank {rank}.")
+        self._is_waiting = False
 
-    def _look_at_clock(self, rank: int, waited_s: float) -> None:
-        if waited_s > TOLD_AFTER_S:
-            self._note("warning", (
-                f"rank {self._rank} has waited {TOLD_AFTER_S} s in a backward for rank {rank}, which does "
-                "something else: all ranks have to run the same number of backwards."
-            ))  # fmt: skip
-        if waited_s > GIVEN_UP_AFTER_S:
-            raise RuntimeError(f"rank {self._rank} has waited {GIVEN_UP_AFTER_S} s in a backward for rank {rank}.")
+
+def _has_come(counter: int, now: int) -> bool:
+    """True when a rank has written its part of round `now`, or of the next."""
+    return (counter - now) % 2**32 < 2
 
 
 def _mapped(rank: int, size: int, agreed: Callable[[str, Any], Any]) -> mmap.mmap | None:

@@ -53,6 +53,7 @@ class Synchroniser:
         is_sum: bool,
         num_steps: Callable[[], int],
         on_first: Callable[[], None],
+        on_backward: Callable[[], None],
         inspection: Inspection,
     ) -> None:
         self.discovery, self.weights, self.ending = discovery, weights, ending
@@ -79,7 +80,7 @@ class Synchroniser:
         self.known_buffers = Known()
         self._plain_backward: Callable[..., Any] = torch.autograd.backward
         self._ddp, self._hook, self._is_sum, self._num_steps = ddp, hook, is_sum, num_steps
-        self._on_first, self._inspection = on_first, inspection
+        self._on_first, self._on_backward, self._inspection = on_first, on_backward, inspection
         self._depth = self._not_syncing = 0
         self._has_local = False
         """True while gradients are there that were accumulated without being averaged."""
@@ -145,6 +146,7 @@ class Synchroniser:
 
     def _notice_backward(self, root: torch.Tensor, gradient: Any) -> None:
         self.num_backwards += 1
+        self._on_backward()
         self._inspection.look_at(self.num_backwards, root, gradient, self.given_weight is not None)
 
     def _synchronised(self, root: torch.Tensor, run_backward: Callable[[float], None]) -> None:

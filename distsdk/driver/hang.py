@@ -1,0 +1,198 @@
+"""Who waits for whom, and who can never go on. Pure: from what the ranks say about themselves to a sentence.
+
+A rank that is outside of collectives can go on. One that waits can, when all that its collective needs have come, or
+can still come. Whoever is left waits for ever: for a rank that has ended, or in a circle of collectives that do not
+match. """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from distsdk.driver.root_cause import ranks_named
+from distsdk.driver.stacks import place_in
+from distsdk.wire.messages import GRADIENTS, Inspected, Outcome, Returned, Stopped, Wait
+
+_SAME_SIZES = ("all_reduce", "broadcast", "reduce")
+"""Collectives whose members must all bring the same size."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is known of all ranks at one moment."""
+
+    seen: Mapping[int, Inspected]
+    """By rank, of those whose process is there; also of those that have an outcome and wait for the others."""
+    outcomes: Mapping[int, Outcome]
+    num_ranks: int
+    on_gpu: bool = False
+
+    def live(self) -> list[int]:
+        """Ranks whose function still runs."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
+
+    def waits_of(self, rank: int) -> list[Wait]:
+        """The collectives that a live rank cannot go on without. A GPU's work goes on beside the main thread, so there
+        any that is not over counts."""
+        seen = self.seen.get(rank)
+        if seen is None or rank in self.outcomes or not (seen.is_blocked or self.on_gpu):
+            return []
+        return list(seen.waits)
+
+    def waiting(self) -> list[int]:
+        """Live ranks that wait in a collective."""
+        return [rank for rank in self.live() if self.waits_of(rank)]
+
+    def missing(self, rank: int, wait: Wait) -> list[int]:
+        """The members that have not come to a collective that `rank` waits in."""
+        if wait.needs is not None:
+            return list(wait.needs)
+        others = [other for other in wait.ranks if other != rank]
+        if wait.is_p2p:
+            return others
+        return [other for other in others if self._entered(other, wait) < wait.seq]
+
+    def _entered(self, rank: int, wait: Wait) -> int:
+        seen = self.seen.get(rank)
+        if seen is None or not seen.has_answered:  # of one that has ended and does not say, nothing is claimed
+            return wait.seq if rank in self.outcomes else 0
+        return seen.done.get(wait.group, 0)
+
+    def clashing(self, rank: int, wait: Wait) -> list[int]:
+        """The members that wait in another collective under the same number of the same group."""
+        return [
+            other
+            for other in wait.ranks
+            if other != rank and not wait.is_p2p
+            for theirs in self.waits_of(other)
+            if (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
+        ]
+
+
+def _match(one: Wait, other: Wait) -> bool:
+    sizes_differ = one.op in _SAME_SIZES and one.sizes and other.sizes and one.sizes != other.sizes
+    return one.op == other.op and not sizes_differ
+
+
+def stuck(scene: Scene) -> list[int]:
+    """The live ranks that can never go on, whatever the others do."""
+    free = set(scene.live()) - set(scene.waiting())
+    silent = [rank for rank in scene.live() if rank not in scene.seen]
+    free.update(silent)
+    while True:
+        more = {rank for rank in scene.waiting() if rank not in free and _can_end(scene, rank, free)}
+        if not more:
+            return [rank for rank in scene.live() if rank not in free]
+        free |= more
+
+
+def _can_end(scene: Scene, rank: int, free: set[int]) -> bool:
+    return all(_can_be_over(scene, rank, wait, free) for wait in scene.waits_of(rank))
+
+
+def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:
+    if scene.clashing(rank, wait):
+        return False
+    missing = scene.missing(rank, wait)
+    return any(other in free for other in missing) if wait.is_p2p else all(other in free for other in missing)
+
+
+def position(scene: Scene) -> object:
+    """What must be the same at two looks for a verdict: nothing has moved in between."""
+    return [
+        (rank, seen.waits, seen.done, seen.progress, seen.is_blocked)
+        for rank, seen in sorted(scene.seen.items())
+    ]
+
+
+def verdict(scene: Scene) -> str:
+    """Why the stuck ranks wait for ever, in one sentence; "" when all can go on."""
+    lost = stuck(scene)
+    if not lost:
+        return ""
+    for rank in lost:
+        for wait in scene.waits_of(rank):
+            ended = [other for other in scene.missing(rank, wait) if other in scene.outcomes]
+            if ended:
+                return _ended_sentence(scene, ended, [r for r in lost if _same_wait(scene, r, wait)] or [rank], wait)
+    places = "; ".join(where(scene, [rank]) for rank in lost)
+    return (
+        f"the ranks are in collectives that cannot match, so none of them can go on: {places}. All ranks have to call "
+        "the same collectives in the same order, and run the same backwards."
+    )
+
+
+def _same_wait(scene: Scene, rank: int, wait: Wait) -> bool:
+    return any((w.group, w.seq, w.op) == (wait.group, wait.seq, wait.op) for w in scene.waits_of(rank))
+
+
+def _ended_sentence(scene: Scene, ended: list[int], waiting: list[int], wait: Wait) -> str:
+    place = place_in(scene.seen[waiting[0]].stack)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    have = "has" if len(ended) == 1 else "have"
+    return (
+        f"{ranks_named(ended)} {have} {_how_ended(scene, ended[0])}, and {ranks_named(waiting)} {verb} for it in "
+        f"{named(wait)}{f' ({place})' if place else ''}. Let all ranks take the same number of steps, and decide "
+        "together when to stop (distsdk.all_reduce, distsdk.stop_all)."
+    )
+
+
+def _how_ended(scene: Scene, rank: int) -> str:
+    outcome, seen = scene.outcomes.get(rank), scene.seen.get(rank)
+    how = "ended"
+    if isinstance(outcome, Returned):
+        how = "ended by sys.exit" if outcome.by_exit else "returned"
+    elif isinstance(outcome, Stopped):
+        how = "stopped"
+    reached = seen.progress if seen else None
+    if reached and reached.steps:
+        return f"{how} after {reached.steps} optimizer step{'s' if reached.steps > 1 else ''}"
+    return f"{how} after {reached.backwards} backward(s)" if reached and reached.backwards else how
+
+
+def named(wait: Wait) -> str:
+    """A collective as users know it."""
+    if wait.op == GRADIENTS:
+        return f"{wait.op} in a backward"
+    if wait.group == "store":
+        return wait.op
+    group = "" if wait.group == "0" else f" of the group of {ranks_named(wait.ranks)}"
+    sizes = f" of sizes {wait.sizes}" if wait.sizes not in ("", "[]") else ""
+    return f"{wait.op} #{wait.seq}{group}{sizes}"
+
+
+def where(scene: Scene, ranks: Iterable[int]) -> str:
+    """What each of `ranks` does and at which line."""
+    return "; ".join(f"rank {rank} {_doing(scene, rank)}" for rank in ranks)
+
+
+def _doing(scene: Scene, rank: int) -> str:
+    if rank in scene.outcomes:
+        return f"has {_how_ended(scene, rank)}"
+    seen = scene.seen.get(rank)
+    if seen is None:
+        return "did not say where it is"
+    place = place_in(seen.stack)
+    at = f" at {place}" if place else ""
+    if seen.state == "T":
+        return "is stopped (SIGSTOP)"
+    if not seen.has_answered:
+        return f"is in native code that holds the interpreter{at}"
+    waits = scene.waits_of(rank)
+    if waits:
+        return f"waits in {', '.join(map(named, waits))}{at}"
+    return f"is{at or ' outside of collectives'}"
+
+
+def last_collectives(scene: Scene) -> dict[int, str]:
+    """By rank, the collectives it waits in, else how many it has entered in each group."""
+    return {
+        rank: ", ".join(map(named, seen.waits))
+        or "; ".join(f"{count} in {_group_name(group)}" for group, count in seen.done.items() if count)
+        or "none"
+        for rank, seen in sorted(scene.seen.items())
+    }
+
+
+def _group_name(group: str) -> str:
+    return {"0": "the default group", "gradients": "backwards"}.get(group, f"group {group}")

@@ -1,0 +1,62 @@
+"""Reading what faulthandler writes: which line of the user's code a rank is at. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+_NOT_USERS = ("/site-packages/", "/dist-packages/", "/distsdk/", "/lib/python", "<frozen ", "<string>")
+_WORKERS_MAIN = "/distsdk/worker/main.py"
+NOTE_FRAMES = 12
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """False in installed packages and in the standard library."""
+        return not any(part in self.file for part in _NOT_USERS)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def threads_of(stack: str) -> list[list[Frame]]:
+    """The frames of each thread, innermost first; the main thread is the last."""
+    threads: list[list[Frame]] = []
+    for line in stack.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1].append(Frame(found["file"], found["line"], found["function"]))
+    return threads
+
+
+def main_thread(stack: str) -> list[Frame]:
+    """The frames of the main thread, innermost first."""
+    threads = threads_of(stack)
+    return threads[-1] if threads else []
+
+
+def place_in(stack: str) -> str:
+    """The innermost line of the user's own code in the main thread; "" when there is none."""
+    frames = main_thread(stack)
+    return str(next((frame for frame in frames if frame.is_users), "")) if frames else ""
+
+
+def shown(stack: str) -> list[str]:
+    """The main thread for a note, innermost frame first: without what started the worker, and without our own frames
+    between the user's and the innermost."""
+    frames = main_thread(stack)
+    start = next((i for i, frame in enumerate(frames) if frame.file.endswith(_WORKERS_MAIN)), len(frames))
+    inner = frames[:start]
+    kept = [frame for i, frame in enumerate(inner) if i == 0 or frame.is_users or "/distsdk/" not in frame.file]
+    return [str(frame) for frame in kept[:NOTE_FRAMES]]
