@@ -19,6 +19,8 @@ _LINE = re.compile(
     r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+"
 )  # not str.splitlines, which also splits at form feeds and the like
 TAIL_LINES = 20
+LONGEST_IN_TAIL = 500
+"""Characters of a line that are kept in the tail."""
 LONGEST_LINE = 1 << 20
 """A longer line is passed on in pieces."""
 
@@ -93,6 +95,11 @@ def _gap_mark(missing_bytes: int) -> bytes:
     return b"\n[distsdk: %d bytes could not be written here]\n" % missing_bytes if missing_bytes else b""
 
 
+def _shortened(line: str) -> str:
+    surplus = len(line) - LONGEST_IN_TAIL
+    return f"{line[:LONGEST_IN_TAIL]}... [{surplus} characters cut]" if surplus > 0 else line
+
+
 class RankLog:
     """One rank's log file, its two streams' unfinished lines, and its last lines."""
 
@@ -109,7 +116,7 @@ class RankLog:
             return
         text = "".join(lines)
         self._file.write(text.encode("utf-8", "replace"))
-        self.tail.extend(line.rstrip("\r\n")[:500] for line in lines[-TAIL_LINES:])
+        self.tail.extend(_shortened(line.rstrip("\r\n")) for line in lines[-TAIL_LINES:])
         if self._to_terminal:
             self._to_terminal(stream, text)
 

@@ -5,8 +5,10 @@ Threads, event loops and daemon processes that call are in test_callables, test_
 
 from __future__ import annotations
 
+import getpass
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -22,9 +24,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from distsdk import distributed
+import distsdk
+from distsdk import WorkerDied, distributed
+from distsdk.agent.sockets import LONGEST_ADDRESS, new_socket_folder, remove_socket_folder
 from distsdk.backends.local import LocalBackend
 from distsdk.driver.inherited import LAUNCHER_VARIABLES, inherited_note
 from tests.scenarios.namespaces import printed_apart, ran_apart
@@ -194,7 +198,7 @@ LETTERS_JOB = f"""
     """
 
 
-@pytest.mark.parametrize("encoding", ["", "latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", ["", "latin-1"])
 def test_a_locale_that_knows_few_letters(tmp_path: Path, encoding: str) -> None:
     env = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": encoding}
     written(tmp_path, {"job.py": LETTERS_JOB})
@@ -256,6 +260,45 @@ def long_temporary_folder(parent: Path) -> Iterator[Path]:
 def test_a_long_temporary_folder(tmp_path: Path) -> None:
     with long_temporary_folder(tmp_path) as folder:
         assert on_two(lambda: (tempfile.gettempdir(), summed()))().values == [(str(folder), 2.0)] * 2
+
+
+def loaded(kill_rank: int = -1) -> int:
+    """With a loader's process, whose sockets multiprocessing makes in a temporary folder."""
+    total = 0
+    for (batch,) in DataLoader(TensorDataset(torch.arange(40)), num_workers=1):
+        total += int(batch)
+        if distsdk.context().rank == kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kill_rank >= 0:
+            dist.barrier()
+    return total
+
+
+def test_loader_processes_with_a_long_temporary_folder(tmp_path: Path) -> None:
+    with long_temporary_folder(tmp_path) as folder:
+        assert sum(distributed(workers=2, gpu=False, timeout=60)(loaded)().values) == sum(range(40))
+        assert set(os.listdir(folder)) <= {"torchinductor_" + getpass.getuser()}
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_killed_workers_leave_nothing_in_the_temporary_folder(tmp_path: Path, start: str) -> None:
+    with surroundings({"TMPDIR": str(tmp_path)}):
+        with pytest.raises(WorkerDied):
+            distributed(workers=2, gpu=False, start=start)(loaded)(1)
+    assert set(os.listdir(tmp_path)) <= {"distsdk_runs", "torchinductor_" + getpass.getuser()}
+
+
+def test_a_folder_for_sockets_is_short_and_elsewhere_if_need_be(tmp_path: Path) -> None:
+    short = tempfile.mkdtemp(dir="/tmp")
+    for asked, parent in ((short, short), (str(tmp_path / ("x" * 60)), "/tmp"), ("here", "/tmp"), ("", "/tmp")):
+        folder = new_socket_folder(asked)
+        assert os.path.dirname(folder) == parent
+        assert os.stat(folder).st_mode & 0o777 == 0o700
+        assert len(f"{folder}/listener-12345678") <= LONGEST_ADDRESS
+        Path(folder, "listener").touch()
+        remove_socket_folder(folder)
+        assert not os.path.exists(folder)
+    os.rmdir(short)
 
 
 def test_few_descriptors(tmp_path: Path) -> None:
