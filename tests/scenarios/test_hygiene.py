@@ -172,7 +172,15 @@ FULL_JOB = """
     except CheckpointError as error:
         saved = error.result.checkpoints
         print("checkpoint:", len(saved), saved[0].load()["weights"].sum().item(), os.listdir("disk/saves/checkpoints"))
-        print("disk/saves" in str(error), Result.load("disk/saves").status)
+        print("disk/saves" in str(error), "No space left" in str(error), Result.load("disk/saves").status)
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+
+    result = distributed(workers=2, gpu=False, logs="none", run_dir="disk/model")(train)(torch.nn.Linear(600, 600))
+    print(result.status, result.checkpoints)
     """
 
 
@@ -190,7 +198,8 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert "No space left on device" in lines[1]
     assert "run_dir=..." in lines[1]
     assert lines[1].endswith("['flood']")
-    assert lines[2:] == ["checkpoint: 1 10.0 ['step-000000']", "True failed"]
+    assert lines[2:] == ["checkpoint: 1 10.0 ['step-000000']", "True True failed", "completed []"]
+    assert "the model was not saved at the end: checkpoint step-000001 could not be written" in ended.stderr
 
 
 READ_ONLY_JOB = """
