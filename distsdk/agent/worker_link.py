@@ -115,13 +115,16 @@ class WorkerLink:
             return
         self._asked = command.token
         self.send(command)
-        self._loop.later(ANSWER_S, lambda: self._ask_by_signal(plain))
+        self._loop.later(ANSWER_S, lambda: self._look_from_outside(plain, command.by_signal))
 
-    def _ask_by_signal(self, plain: Inspected) -> None:
+    def _look_from_outside(self, plain: Inspected, by_signal: bool) -> None:
         if self._asked != plain.token or self.is_gone:
             return
+        rewind_stack(self._box)
+        if not by_signal:
+            self._answer_for_it(plain)
+            return
         if self.pid and read_progress(self._box)[1]:
-            rewind_stack(self._box)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, STACK_SIGNAL)
         self._loop.later(DUMP_S, lambda: self._answer_for_it(plain))

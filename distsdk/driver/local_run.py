@@ -14,6 +14,7 @@ from distsdk.driver.recorder import Recorder
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
 from distsdk.driver.run import attach_result, mean_of_mappings
+from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
 from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
@@ -26,6 +27,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     Random states are seeded with the run's seed and restored afterwards.
     """
     plan = plan_call(fn, options.changed({"workers": 1, "gpu": False}))
+    planned_here()  # it refuses what would end this process
     run_id, start = new_run_id(), time.monotonic()
     folder = create_run_folder(options.run_dir, plan.name, run_id)
     seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
@@ -55,6 +57,7 @@ def _called(
     from distsdk.worker.arguments import modules_in, values_of
     from distsdk.worker.context import Context
     from distsdk.worker.equipment import Equipment
+    from distsdk.worker.faults import faults_for
 
     def on_message(message: Message) -> None:
         if isinstance(message, Reported):
@@ -63,12 +66,13 @@ def _called(
             recorder.on_noted(message)
 
     context = Context(run_id=run_id, run_dir=str(folder.path))
-    equipment = Equipment(context, seed, training_of(options), on_message)
+    faults = faults_for(planned_here(), context, None)
+    equipment = Equipment(context, seed, training_of(options), on_message, faults=faults)
     with equipment.in_place():
         for model in modules_in(*values_of(fn, args, kwargs), variables_of(fn)):  # they were made before we watched
             for part in model.modules():
                 equipment.discovery.remember(part)
-        value = fn(*args, **kwargs)
+        value = equipment.call(fn, args, kwargs)
         equipment.finish()
         return value
 

@@ -22,7 +22,8 @@ IDLE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look has shown. kind: "hang" (certain), "stall" (nothing has moved for too long), "warning", or ""."""
+    """What a look has shown. kind: "hang" (certain), "stall" (nothing has moved for too long), "warning", or "".
+    Without a text it is to be told by the next look, which is to bring all stacks."""
 
     kind: str = ""
     text: str = ""
@@ -79,17 +80,18 @@ class Watch:
         self.moved_s = now_s
         return True
 
-    def judged(self, scene: Scene, now_s: float) -> Finding:
-        """Judge what the ranks have said about themselves."""
+    def judged(self, scene: Scene, now_s: float, *, is_final: bool = True) -> Finding:
+        """Judge what the ranks have said about themselves. is_final=False: when there is something to tell, another
+        look is to be taken first."""
         here = position(scene)
         has_moved, self._latest = here != self._latest, here
         for rank, inspected in scene.seen.items():
             self._note(rank, inspected, inspected.done if inspected.has_answered else None, now_s)
         if not has_moved and (text := verdict(scene)):
-            return Finding("hang", text)
+            return Finding("hang", text if is_final else "")
         if self._stands_too_long(scene, now_s):
-            return Finding("stall", self._stall_sentence(scene, now_s))
-        return self._warning(scene, now_s)
+            return Finding("stall", self._stall_sentence(scene, now_s) if is_final else "")
+        return self._warning(scene, now_s, is_final)
 
     def _is_idle(self, scene: Scene, now_s: float) -> bool:
         """True when no live rank has used the processor since it moved last."""
@@ -113,7 +115,7 @@ class Watch:
             f"{where(scene, range(scene.num_ranks))}. If a rank needs so long, give a longer stall_timeout, or None."
         )
 
-    def _warning(self, scene: Scene, now_s: float) -> Finding:
+    def _warning(self, scene: Scene, now_s: float, is_final: bool) -> Finding:
         """Once for each wait of a rank; once for a standstill of all."""
         limit = self.stall_warn
         if limit is None:
@@ -123,6 +125,8 @@ class Watch:
         long = [rank for rank in waiting or standing if now_s - self._tracks[rank].since_s >= limit]
         if all(self._tracks[rank].has_warned for rank in long):
             return Finding()
+        if not is_final:
+            return Finding("warning")
         for rank in long:
             self._tracks[rank].has_warned = True
         what = "waited for others" if waiting else "done nothing"

@@ -26,6 +26,7 @@ from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.faults import Faults
 from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.inspection import Inspection
 from distsdk.worker.session import Session
@@ -73,9 +74,9 @@ class Equipment:
 
     def __init__(
         self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own,
-        counters: Counters | None = None, checkpoint: str = "",
+        counters: Counters | None = None, checkpoint: str = "", faults: Faults | None = None,
     ) -> None:  # fmt: skip
-        self.context, self.training = context, training
+        self.context, self.training, self.faults = context, training, faults
         self.send = send
         self.counters = counters or Counters()
         self.waiting = Waiting(context.world_size)
@@ -128,6 +129,8 @@ class Equipment:
         """Within it, the user's function can run. With wrap=False models and loaders are left alone, until some are
         given to ``prepare``."""
         with ExitStack() as self._stack:
+            if self.faults:  # first, so that they happen inside what is put around the same functions
+                self._stack.enter_context(self.faults.in_place(self.session))
             for module, current in ((contexts, self.context), (sessions, self.session)):
                 self._stack.callback(module.enter, module.enter(current))
             self._stack.callback(enter, enter(self))
@@ -138,6 +141,10 @@ class Equipment:
                 self._stack.enter_context(self.discovery.watching())
                 self.install()
             yield
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the user's function returns."""
+        return self.faults.call(fn, args, kwargs) if self.faults else fn(*args, **kwargs)
 
     def install(self) -> None:
         """From now on, what is known takes part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -27,7 +28,8 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
     if isinstance(error, SystemExit):
         return _left(error)
     if isinstance(error, KeyboardInterrupt):
-        return Died(exit_code=130, signal=None, reason="the function raised KeyboardInterrupt")
+        where = _at(_where(_without_own_frames(error.__traceback__)))
+        return Died(exit_code=130, signal=None, reason=f"the function raised KeyboardInterrupt{where}")
     trace = _without_own_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     return Raised(
@@ -46,6 +48,8 @@ _PEER_ERROR_WORDS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket Timeout",
     "Connection refused", "failed to recv, got 0 bytes", "remote process exited",
 )  # fmt: skip
+_UNMISTAKABLE = ("gloo/transport/",)
+"""Where this stands in the text of any exception, someone has put a peer error into his own words."""
 _LONGEST_CHAIN = 20
 
 
@@ -58,29 +62,36 @@ def blames_peer(error: BaseException) -> bool:
             return False
         if _is_peer_error(link):
             return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or link.__context__  # `from None` hides the context, but it was there
     return False
 
 
 def _is_peer_error(error: BaseException) -> bool:
     if type(error).__name__ in _PEER_ERROR_TYPES:
         return True
-    words = safe_text(error)[:MESSAGE_BYTES] if type(error) in (RuntimeError, ConnectionError) else ""
-    return any(word in words for word in _PEER_ERROR_WORDS)
+    text = safe_text(error)[:MESSAGE_BYTES]
+    is_plain = type(error) in (RuntimeError, ConnectionError)
+    return any(word in text for word in (_PEER_ERROR_WORDS if is_plain else _UNMISTAKABLE))
 
 
 def _left(error: SystemExit) -> Died:
     """``sys.exit(code)``: a text means code 1, as in the interpreter."""
+    where = _at(_where(_without_own_frames(error.__traceback__)))
+    reason = f"the function called sys.exit{where}"
     if error.code is None or isinstance(error.code, int):
-        return Died(exit_code=int(error.code or 0) & 0xFF, signal=None, reason="the function called sys.exit")
-    return Died(exit_code=1, signal=None, reason=f"the function called sys.exit: {cut(str(error.code))}")
+        return Died(exit_code=int(error.code or 0) & 0xFF, signal=None, reason=reason)
+    return Died(exit_code=1, signal=None, reason=f"{reason}: {cut(str(error.code))}")
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
 
 
 def safe_text(error: BaseException) -> str:
     """``str(error)``, or a word for one that cannot be printed."""
     try:
         return str(error)
-    except Exception as problem:
+    except BaseException as problem:
         return f"<its text cannot be made: {type(problem).__name__}>"
 
 
@@ -103,10 +114,18 @@ def _is_own(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "distsdk"
 
 
+_OTHERS = ("/site-packages/", "/dist-packages/", "/distsdk/", "<frozen ", sysconfig.get_paths()["stdlib"])
+
+
+def is_users_file(file: str) -> bool:
+    """False for installed packages and the standard library."""
+    return not any(part in file for part in _OTHERS)
+
+
 def _where(trace: TracebackType | None) -> str:
     """The innermost frame outside installed packages, else the innermost of all."""
     frames = traceback.extract_tb(trace)
-    users = [f for f in frames if "site-packages" not in f.filename and "/distsdk/" not in f.filename]
+    users = [frame for frame in frames if is_users_file(frame.filename)]
     for frame in reversed(users or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
@@ -157,6 +176,8 @@ def rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], attribute
 def _travelling(arg: Any, pack: Pack) -> Any:
     if isinstance(arg, str):
         return cut(arg)
+    if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, BaseException) for part in arg):  # of a group
+        return [part if _travels(part, pack) else Rebuilt(part, pack) for part in arg]
     return arg if _travels(arg, pack) else cut(repr(arg))
 
 

@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distsdk.driver.group import (
-    EVIDENCE_S,
-    KILL_S,
-    LATE_S,
-    PROMPT_S,
+from distsdk.driver.events import (
     After,
     AgentGone,
     Command,
@@ -23,31 +19,36 @@ from distsdk.driver.group import (
     Finish,
     KillOverdue,
     LaunchWorkers,
-    LongAfterTheFirst,
+    LookDue,
+    Looked,
     ReleaseWorkers,
     StopRequested,
     StopWorkers,
     TellUser,
     Verdict,
-    WorkerGroup,
-    is_peer_error,
-    root_cause,
-)  # fmt: skip
+)
+from distsdk.driver.group import EVIDENCE_S, KILL_S, LATE_KILL_S, PROMPT_S, WorkerGroup
+from distsdk.driver.watch import EVERY_S, SOON_S, Watch
 from distsdk.spec import NodeInfo
 from distsdk.wire.messages import (
+    FINAL_S,
     Died,
     Ended,
     Exited,
     Failed,
+    Inspected,
     Outcome,
     Parcel,
     Printed,
+    Progress,
     Raised,
     Ready,
     Returned,
     Started,
+    StopAsked,
     Stopped,
-)  # fmt: skip
+    Wait,
+)
 
 READY = Ready(1, 1, NodeInfo("node", 1, 0), {}, "fork")
 RETURNED = Returned(Parcel(0, b""))
@@ -55,10 +56,9 @@ STOPPED = Stopped()
 KILLED = Died(None, "SIGKILL")
 EXITED = Died(3, None)
 ERROR = Raised("ValueError", "bad", "", "", None)
-PEER_ERROR = Raised(
-    "RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1", "", "", None
-)
+PEER_ERROR = Raised("RuntimeError", "Connection closed by peer", "", "", None, blames_peer=True)
 KILL = [StopWorkers(0), After(KILL_S, KillOverdue())]
+RELEASE = [ReleaseWorkers(), After(KILL_S, KillOverdue())]
 
 
 def ended(rank: int, outcome: Outcome, attempt: int = 0) -> Ended:
@@ -69,10 +69,15 @@ def exited(rank: int, attempt: int = 0) -> Exited:
     return Exited(attempt, rank)
 
 
-def running(num_ranks: int = 2) -> WorkerGroup:
+def new(num_ranks: int = 2, attempt: int = 0, *, grace_s: float = 5.0, is_restarting: bool = False) -> WorkerGroup:
+    """A group before its agent has said anything."""
+    return WorkerGroup(num_ranks, Watch(30.0, 600.0, 0.0), attempt, grace_s, is_restarting)
+
+
+def running(num_ranks: int = 2, *, grace_s: float = 5.0, is_restarting: bool = False) -> WorkerGroup:
     """A group whose workers are started."""
-    group = WorkerGroup(num_ranks)
-    assert group.on(READY) == [LaunchWorkers()]
+    group = new(num_ranks, grace_s=grace_s, is_restarting=is_restarting)
+    assert group.on(READY) == [LaunchWorkers(), After(EVERY_S, LookDue(1))]
     for rank in range(num_ranks):
         assert group.on(Started(0, rank, 100 + rank)) == []
     return group
@@ -83,29 +88,37 @@ def fed(group: WorkerGroup, *events: Event) -> list[Command]:
     return list(itertools.chain.from_iterable(map(group.on, events)))
 
 
+def busy(rank: int, steps: int = 0, *, has_answered: bool = True, done: int = 0) -> Inspected:
+    """A rank that computes."""
+    return Inspected(0, rank, 1, done={"0": done}, progress=Progress(steps=steps), has_answered=has_answered, cpu_s=1.0)
+
+
+def waiting(rank: int, seq: int = 1, op: str = "all_reduce") -> Inspected:
+    """A rank that waits for rank 0 and 1 in a collective."""
+    waits = [Wait(op, "0", seq, [0, 1])]
+    return Inspected(0, rank, 1, waits, {"0": seq}, True, "", Progress(), "S", 0.1, True)
+
+
+def deep(*seen: Inspected, now_s: float = 1.0) -> Looked:
+    return Looked({inspected.rank: inspected for inspected in seen}, True, now_s)
+
+
+def shallow(*seen: Inspected, now_s: float = 1.0) -> Looked:
+    return Looked({inspected.rank: inspected for inspected in seen}, False, now_s)
+
+
 def test_completed() -> None:
     group = running()
-    assert group.on(ended(1, RETURNED)) == [After(LATE_S, LongAfterTheFirst())]
+    assert group.on(ended(1, RETURNED)) == [After(SOON_S, LookDue(2))]
     assert group.on(exited(1)) == []  # an odd order, but possible: it was asked to leave by somebody else
-    assert group.on(ended(0, RETURNED)) == [ReleaseWorkers(), After(KILL_S, KillOverdue())]
+    assert group.on(ended(0, RETURNED)) == RELEASE
     assert group.verdict == Verdict("completed")
     assert group.on(exited(0)) == [Finish()]
 
 
-def test_who_runs_on_long_after_others_is_told() -> None:
-    group = running(3)
-    fed(group, ended(2, RETURNED), ended(0, RETURNED))
-    (told,) = group.on(LongAfterTheFirst())
-    assert isinstance(told, TellUser)
-    assert told.text.startswith("ranks 0, 2 have ended and rank 1 has not.")
-    group.on(DeadlinePassed())
-    assert group.verdict == Verdict("deadline", detail="ranks 0, 2 have ended and rank 1 has not.")
-    assert group.on(LongAfterTheFirst()) == []
-
-
 def test_one_rank() -> None:
     group = running(1)
-    assert fed(group, ended(0, RETURNED), exited(0)) == [ReleaseWorkers(), After(KILL_S, KillOverdue()), Finish()]
+    assert fed(group, ended(0, RETURNED), exited(0)) == [*RELEASE, Finish()]
 
 
 def test_exits_before_the_last_outcome_finish_at_once() -> None:
@@ -151,7 +164,7 @@ def test_evidence_is_asked_for_once() -> None:
 
 def test_a_return_then_a_failure() -> None:
     group = running()
-    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == [After(LATE_S, LongAfterTheFirst()), *KILL]
+    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == [After(SOON_S, LookDue(2)), *KILL]
     assert group.verdict == Verdict("raised", 1)
 
 
@@ -163,12 +176,38 @@ def test_all_gone_when_judged() -> None:
     assert group.verdict == Verdict("died", 0)
 
 
+def test_a_death_that_leads_to_a_restart_is_not_waited_on() -> None:
+    group = running(3, is_restarting=True)
+    assert group.on(ended(1, KILLED)) == KILL
+    assert group.verdict == Verdict("died", 1)
+
+
+def test_a_peer_error_is_waited_on_also_before_a_restart() -> None:
+    """Else the attempt would be blamed on the wrong rank."""
+    group = running(3, is_restarting=True)
+    assert group.on(ended(0, PEER_ERROR)) == [After(EVIDENCE_S, EvidenceComplete())]
+    group.on(ended(1, KILLED))
+    assert group.on(EvidenceComplete()) == KILL
+    assert group.verdict == Verdict("died", 1)
+
+
+def test_the_earliest_of_equals_by_the_clock_not_by_arrival() -> None:
+    group = running(3)
+    group.at_s.update({2: 11.0, 0: 10.0})
+    fed(group, ended(2, ERROR), ended(0, ERROR), EvidenceComplete())
+    assert group.verdict == Verdict("raised", 0)
+
+
+# stops
+
+
 def test_stop_reaches_a_boundary() -> None:
     group = running()
-    assert group.on(StopRequested(5.0)) == [StopWorkers(5.0), After(5.0, StopRequested(0))]
-    assert group.verdict is None
+    late = After(5.0 + FINAL_S + LATE_KILL_S, StopRequested(0))
+    assert group.on(StopRequested(5.0, "Job.stop()")) == [StopWorkers(5.0), late]
+    assert group.verdict is None and group.stop_reason == "Job.stop()"
     group.on(ended(0, STOPPED))
-    assert group.on(ended(1, STOPPED)) == [ReleaseWorkers(), After(KILL_S, KillOverdue())]
+    assert group.on(ended(1, STOPPED)) == RELEASE
     assert group.verdict == Verdict("interrupted")
     assert fed(group, exited(0), exited(1)) == [Finish()]
 
@@ -186,6 +225,14 @@ def test_stop_that_came_too_late_is_completed() -> None:
     assert group.on(StopRequested(5.0)) == []
 
 
+def test_a_second_stop_is_passed_on_and_the_first_reason_kept() -> None:
+    """It may give less time."""
+    group = running()
+    group.on(StopRequested(5.0, "the first"))
+    assert group.on(StopRequested(1.0, "the second"))[0] == StopWorkers(1.0)
+    assert group.stop_reason == "the first"
+
+
 def test_stop_after_grace_kills() -> None:
     group = running()
     group.on(StopRequested(5.0))
@@ -195,24 +242,39 @@ def test_stop_after_grace_kills() -> None:
     assert group.verdict == Verdict("interrupted")
 
 
+@pytest.mark.parametrize("outcomes", [
+    {0: KILLED, 1: KILLED}, {0: STOPPED, 1: KILLED}, {1: PEER_ERROR, 0: KILLED}, {0: RETURNED, 1: PEER_ERROR},
+], ids=["both killed", "one killed", "one lost its peer", "one had returned"])  # fmt: skip
+def test_what_a_stop_does_to_ranks_is_an_interruption(outcomes: dict[int, Outcome]) -> None:
+    """A rank that reaches no boundary is killed by its agent, and those that wait for it lose their peer."""
+    group = running()
+    group.on(StopRequested(5.0))
+    commands = fed(group, *(ended(rank, outcome) for rank, outcome in outcomes.items()))
+    assert commands[-2:] == RELEASE and After(EVIDENCE_S, EvidenceComplete()) not in commands
+    assert group.verdict == Verdict("interrupted")
+
+
 def test_kill_at_once() -> None:
     group = running()
     assert group.on(StopRequested(0)) == KILL
     assert group.verdict == Verdict("interrupted")
 
 
-def test_failure_while_stopping_is_the_failure() -> None:
+@pytest.mark.parametrize(("outcome", "kind"), [
+    (ERROR, "raised"), (EXITED, "died"), (Died(None, "SIGSEGV"), "died"),
+], ids=["raised", "exit code", "crash"])  # fmt: skip
+def test_failure_while_stopping_is_the_failure(outcome: Outcome, kind: str) -> None:
     group = running()
-    fed(group, StopRequested(5.0), ended(0, ERROR), EvidenceComplete())
-    assert group.verdict == Verdict("raised", 0)
+    fed(group, StopRequested(5.0), ended(1, PEER_ERROR), ended(0, outcome), EvidenceComplete())
+    assert group.verdict == Verdict(kind, 0)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 5.0])
 def test_stop_before_ready(grace_s: float) -> None:
     """Nothing was started, so nothing is to be killed or started."""
-    group = WorkerGroup(2)
-    assert group.on(StopRequested(grace_s)) == [Finish()]
-    assert group.verdict == Verdict("interrupted")
+    group = new()
+    assert group.on(StopRequested(grace_s, "Job.stop()")) == [Finish()]
+    assert group.verdict == Verdict("interrupted") and group.stop_reason == "Job.stop()"
     assert group.on(READY) == [Finish()]
 
 
@@ -224,23 +286,23 @@ def test_kill_of_a_run_that_is_leaving() -> None:
     assert group.verdict == Verdict("completed")
 
 
-def test_deadline() -> None:
-    group = running()
-    assert group.on(DeadlinePassed()) == KILL
-    assert group.verdict == Verdict("deadline")
+def test_a_rank_asks_for_a_stop() -> None:
+    group = running(grace_s=3.0)
+    told, *commands = group.on(StopAsked(0, 1, "SIGTERM"))
+    assert isinstance(told, TellUser) and "next step boundary (rank 1: SIGTERM)" in told.text
+    assert commands == [StopWorkers(3.0), After(3.0 + FINAL_S + LATE_KILL_S, StopRequested(0))]
+    assert group.on(StopAsked(0, 0, "SIGTERM")) == []  # all ranks get one when a job is preempted
+    fed(group, ended(0, STOPPED), ended(1, STOPPED))
+    assert group.verdict == Verdict("interrupted") and group.stop_reason == "rank 1: SIGTERM"
 
 
-def test_deadline_before_ready() -> None:
-    group = WorkerGroup(2)
-    assert group.on(DeadlinePassed()) == [Finish()]
-    assert group.verdict == Verdict("deadline")
-
-
-def test_deadline_after_the_verdict() -> None:
+def test_a_rank_asks_for_a_stop_too_late() -> None:
     group = running(1)
     group.on(ended(0, RETURNED))
-    assert group.on(DeadlinePassed()) == []
-    assert group.verdict == Verdict("completed")
+    assert group.on(StopAsked(0, 0, "SIGTERM")) == [] and group.stop_reason == ""
+
+
+# everything else
 
 
 def test_diverged() -> None:
@@ -251,14 +313,14 @@ def test_diverged() -> None:
 
 
 def test_agent_with_a_problem() -> None:
-    group = WorkerGroup(2)
+    group = new()
     problem = Ready(1, 1, NodeInfo("node", 1, 0), {}, "fork", "no torch")
     assert group.on(problem) == [Finish()]
     assert group.verdict == Verdict("not_started", detail="no torch")
 
 
 def test_agent_gone_before_ready() -> None:
-    group = WorkerGroup(2)
+    group = new()
     assert group.on(AgentGone("Traceback")) == [Finish()]
     assert group.verdict == Verdict("not_started", detail="Traceback")
 
@@ -289,10 +351,10 @@ def test_overdue_gives_up() -> None:
 
 
 def test_other_attempts_are_dropped() -> None:
-    group = WorkerGroup(1, attempt=2)
+    group = new(1, attempt=2)
     group.on(READY)
-    assert fed(group, ended(0, ERROR, attempt=1), exited(0, attempt=1), Failed(3, "no")) == []
-    assert group.outcomes == {} and group.exited == set() and group.verdict is None
+    assert fed(group, ended(0, ERROR, attempt=1), exited(0, attempt=1), Failed(3, "no"), StopAsked(1, 0, "late")) == []
+    assert group.outcomes == {} and group.exited == set() and group.verdict is None and group.stop_reason == ""
     assert group.on(ended(0, RETURNED, attempt=2)) != []
 
 
@@ -304,15 +366,17 @@ _OUTCOMES = st.sampled_from([RETURNED, STOPPED, KILLED, EXITED, ERROR, PEER_ERRO
 _EVENTS = st.one_of(
     st.builds(ended, st.integers(0, 2), _OUTCOMES),
     st.builds(exited, st.integers(0, 2)),
+    st.builds(LookDue, st.integers(0, 5)),
     st.sampled_from([READY, EvidenceComplete(), DeadlinePassed(), StopRequested(0), StopRequested(1), Diverged("x")]),
     st.sampled_from([AgentGone("x"), Failed(0, "x"), KillOverdue(), ended(0, ERROR, 1), exited(0, 1)]),
+    st.sampled_from([StopAsked(0, 1, "x"), deep(waiting(0), busy(1)), deep(), shallow(busy(0), busy(1))]),
 )
 
 
 @given(events=st.lists(_EVENTS, max_size=15))
 def test_verdict_never_changes(events: list[Event]) -> None:
     """Whatever comes, in whatever order: the first verdict stands, and once all are gone it is over."""
-    group, verdict, is_over = WorkerGroup(3), None, False
+    group, verdict, is_over = new(3), None, False
     for event in events:
         commands = group.on(event)
         assert verdict is None or group.verdict == verdict
@@ -331,47 +395,3 @@ def test_every_run_ends(outcomes: list[Outcome], order: list[int]) -> None:
     assert commands.count(Finish()) == 1
     failed = any(isinstance(outcome, (Raised, Died)) for outcome in outcomes)
     assert failed == (group.verdict.kind in ("raised", "died"))
-
-
-@pytest.mark.parametrize(("outcomes", "rank"), [
-    ({0: RETURNED, 1: RETURNED}, None),
-    ({0: STOPPED}, None),
-    ({0: RETURNED, 1: ERROR}, 1),
-    ({2: ERROR, 1: ERROR}, 2),
-    ({0: KILLED, 1: ERROR}, 1),
-    ({0: PEER_ERROR, 1: KILLED}, 1),
-    ({0: PEER_ERROR, 1: EXITED, 2: ERROR}, 2),
-    ({1: PEER_ERROR, 0: PEER_ERROR}, 1),
-    ({0: STOPPED, 1: KILLED}, 1),
-    ({}, None),
-])  # fmt: skip
-def test_root_cause(outcomes: dict[int, Outcome], rank: int | None) -> None:
-    assert root_cause(outcomes) == rank
-
-
-@pytest.mark.parametrize(
-    ("type_name", "message"),
-    [
-        (
-            "RuntimeError",
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]:2",
-        ),
-        ("RuntimeError", "Application timeout caused pair closure: gloo/transport/tcp/unbound_buffer.cc"),
-        ("RuntimeError", "[..] Read error [127.0.0.1]:1: Connection reset by peer"),
-        ("DistBackendError", "NCCL error: remote process exited or there was a network error"),
-        ("DistNetworkError", "failed to recv, got 0 bytes"),
-        ("DistStoreError", "Socket Timeout"),
-        ("ConnectionError", "Broken pipe"),
-    ],
-)
-def test_peer_errors(type_name: str, message: str) -> None:
-    assert is_peer_error(Raised(type_name, message, "", "", None))
-
-
-@pytest.mark.parametrize("outcome", [
-    ERROR, KILLED, RETURNED, STOPPED,
-    Raised("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", "", "", None),
-    Raised("ValueError", "Connection closed by peer", "", "", None),
-])  # fmt: skip
-def test_other_errors(outcome: Outcome) -> None:
-    assert not is_peer_error(outcome)
