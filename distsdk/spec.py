@@ -272,3 +272,5 @@ class WorkerSpec:
     """Name of the last committed checkpoint of an earlier attempt, in the run folder; "": none."""
     faults: list[Fault] = field(default_factory=list)
     """Of all ranks and attempts, as a test has planned them."""
+    socket_folder: str = ""
+    """Where multiprocessing makes its sockets, given by the agent; "": where it would by itself."""

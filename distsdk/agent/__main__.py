@@ -50,6 +50,8 @@ class Agent:
             if self._fork is not None:
                 self._fork.close()
             kill_orphans(known=())
+            for run in self._runs:
+                run.close()
 
     def _known_children(self) -> set[int]:
         """The processes that this one has started itself."""

@@ -15,13 +15,13 @@ from typing import Any
 
 from distsdk.backends.base import Backend
 from distsdk.backends.registry import backend_for
+from distsdk.driver.inherited import tell_of_inherited
 from distsdk.driver.shipping import name_of, ship
 from distsdk.driver.topology import choose_workers, num_threads, places
 from distsdk.errors import UsageError
 from distsdk.fault_plan import Fault, planned_for
 from distsdk.spec import NodeInfo, Options, WorkerSpec, training_of
-from distsdk.storage.commit import write_json
-from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.trackers.base import check_trackers
 from distsdk.wire.messages import Parcel
 from distsdk.worker.context import is_inside
@@ -112,11 +112,12 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         run_id = new_run_id()
         folder = create_run_folder(options.run_dir, plan.name, run_id)
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        write_json(folder.run_file, run_record(plan, options, run_id, seed))
+        begin_run_folder(folder, run_record(plan, options, run_id, seed))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
+    tell_of_inherited()
     here = Surroundings.here()
     return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, here, faults)
 

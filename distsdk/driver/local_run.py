@@ -17,8 +17,7 @@ from distsdk.driver.run import attach_result, mean_of_mappings
 from distsdk.errors import StopTraining
 from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
-from distsdk.storage.commit import write_json
-from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
 from distsdk.wire.messages import Message, Noted, Reported, StopAsked
 
@@ -29,15 +28,15 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
     Random states are seeded with the run's seed and restored afterwards.
     """
-    from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
-
     plan = plan_call(fn, options.changed({"workers": 1, "gpu": False}))
     planned_here()  # it refuses what would end this process
     run_id, start = new_run_id(), time.monotonic()
     folder = create_run_folder(options.run_dir, plan.name, run_id)
     seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
     record = run_record(plan, options, run_id, seed)
-    write_json(folder.run_file, record)
+    begin_run_folder(folder, record)
+    from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
+
     recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1))
     value, error = None, None
     try:
@@ -110,6 +109,6 @@ def _result(
         timings={"start": 0.0, "run": seconds, "total": seconds},
         checkpoint_names=recorder.checkpoint_names,
     )
-    result.save()
+    recorder.save(result)
     remember(result)
     return result

@@ -41,7 +41,7 @@ class Run:
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
         self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
-        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear)
+        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
         self._requests = Requests()
         self._called_s = time.monotonic()
         self._base = self._base_of_next = 0
@@ -157,7 +157,7 @@ class Run:
             timings=self._timings(),
             checkpoint_names=self.recorder.checkpoint_names,
         )
-        result.save()
+        self.recorder.save(result)
         if error is not None:
             attach_result(error, result)
         self.result = result

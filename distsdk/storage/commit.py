@@ -59,12 +59,18 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 @contextmanager
 def committed_file(place: Path) -> Iterator[Path]:
-    """A file name to write to; when the block ends well the file stands at `place`, else nothing changed."""
+    """A file name to write to; when the block ends well the file stands at `place`, else nothing changed.
+
+    An OSError in the block or here names `place`.
+    """
     staging = place.parent / f".{place.name}.{os.getpid()}.tmp"
     try:
         with _around(place):
             yield staging
         staging.replace(place)
+    except OSError as error:
+        error.filename = str(place)  # the name that the caller knows
+        raise
     finally:
         staging.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distsdk.errors import DivergenceError
+from distsdk.errors import CheckpointError, DivergenceError
 from distsdk.spec import Training
 from distsdk.wire.blackbox import BACKWARDS, BATCHES, STEPS, Counters
 from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
@@ -275,7 +275,11 @@ class Equipment:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.latest_step or self.verifier.step
-        name = write_checkpoint(self.context.run_dir, step, state, {})
+        try:
+            name = write_checkpoint(self.context.run_dir, step, state, {})
+        except CheckpointError as error:  # nobody asked for it: the run does not fail for want of room
+            self.session.note("warning", f"the model was not saved at the end: {error}")
+            return
         self.counters.saved()
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 

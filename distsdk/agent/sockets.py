@@ -1,0 +1,32 @@
+"""A folder for the sockets between a worker and the processes that it starts itself, such as those of its loaders.
+
+multiprocessing would make one in TMPDIR. There its address may be too long for the kernel, and a loader waits for ever;
+and a worker that is killed would leave it behind. Here it is short, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+LONGEST_ADDRESS = 107
+"""Bytes of a socket's path; see unix(7)."""
+_REST = len("/distsdk-12345678/listener-12345678")
+_ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def new_socket_folder(temporary_folder: str) -> str:
+    """Make one, in `temporary_folder` if that is short enough; "" where none can be made."""
+    for parent in (temporary_folder, *_ELSEWHERE):
+        if os.path.isabs(parent) and len(os.fsencode(parent)) + _REST <= LONGEST_ADDRESS:
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix="distsdk-", dir=parent)
+    return ""
+
+
+def remove_socket_folder(folder: str) -> None:
+    """Remove it, with what is in it."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
