@@ -10,19 +10,20 @@ import contextlib
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 LONGEST_ADDRESS = 107
 """Bytes of a socket's path; see unix(7)."""
-_REST = len("/distsdk-12345678/listener-12345678")
+_REST = len("/distsdk-4194304-12345678/listener-12345678")
 _ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def new_socket_folder(temporary_folder: str) -> str:
     """Make one, in `temporary_folder` if that is short enough; "" where none can be made."""
-    for parent in (temporary_folder, *_ELSEWHERE):
+    for parent in _parents(temporary_folder):
         if os.path.isabs(parent) and len(os.fsencode(parent)) + _REST <= LONGEST_ADDRESS:
             with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="distsdk-", dir=parent)
+                return tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent)
     return ""
 
 
@@ -30,3 +31,18 @@ def remove_socket_folder(folder: str) -> None:
     """Remove it, with what is in it."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep_socket_folders(agent_pid: int, temporary_folder: str) -> None:
+    """Remove those of an agent that is gone."""
+    for parent in _parents(temporary_folder):
+        for folder in Path(parent).glob(f"{_prefix(agent_pid)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parents(temporary_folder: str) -> list[str]:
+    return [parent for parent in (temporary_folder, *_ELSEWHERE) if parent]
+
+
+def _prefix(agent_pid: int) -> str:
+    return f"distsdk-{agent_pid}-"
