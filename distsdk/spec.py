@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 from distsdk.errors import UsageError
+from distsdk.fault_plan import Fault
 
 LOG_CHOICES = ("rank0", "all", "none")
 START_CHOICES = ("auto", "fork", "exec")
@@ -269,3 +270,7 @@ class WorkerSpec:
     max_restarts: int = 0
     checkpoint: str = ""
     """Name of the last committed checkpoint of an earlier attempt, in the run folder; "": none."""
+    faults: list[Fault] = field(default_factory=list)
+    """Of all ranks and attempts, as a test has planned them."""
+    socket_folder: str = ""
+    """Where multiprocessing makes its sockets, given by the agent; "": where it would by itself."""

@@ -12,6 +12,7 @@ import distsdk
 PUBLIC = [
     "AgentLost",
     "AgentStartError",
+    "AttemptInfo",
     "BackendUnavailable",
     "Checkpoint",
     "CheckpointError",
@@ -20,6 +21,7 @@ PUBLIC = [
     "DistError",
     "Distributed",
     "DivergenceError",
+    "HangError",
     "Job",
     "Options",
     "Preflight",
@@ -38,12 +40,14 @@ PUBLIC = [
     "ddp",
     "distributed",
     "gather",
+    "get_checkpoint",
     "last_result",
     "main_first",
     "no_sync",
     "pool",
     "prepare",
     "report",
+    "stop_all",
     "weight",
 ]
 HEAVY = {"torch", "numpy", "cloudpickle", "tensorboard", "multiprocess", "pandas", "IPython"}

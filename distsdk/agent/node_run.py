@@ -127,6 +127,12 @@ class NodeRun:
             self._loop.later(LAST_WORDS_S, self.kill)
         self._end_if_over()
 
+    def close(self) -> None:
+        """The agent ends; all workers are killed already."""
+        for worker in self._workers:
+            if not worker.is_gone:
+                worker.close()
+
     def abandon(self) -> None:
         """The driver's process has ended."""
         self._on_driver_gone()

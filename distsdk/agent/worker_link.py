@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from distsdk.agent.evidence import oom_kills, oom_reason, state_of
 from distsdk.agent.reaping import kill_group
+from distsdk.agent.sockets import new_socket_folder, remove_socket_folder
 from distsdk.agent.starters import Starter
 from distsdk.spec import WorkerSpec
 from distsdk.wire.blackbox import STACK_SIGNAL, new_box, read_progress, read_stack, rewind_stack
@@ -46,7 +48,7 @@ class WorkerLink:
     """The worker of one rank. All it says and prints goes to the driver through `tell`, in order."""
 
     def __init__(self, spec: WorkerSpec, loop: Loop, tell: Tell, backlog: Callable[[], int]) -> None:
-        self.spec = spec
+        self.spec = dataclasses.replace(spec, socket_folder=new_socket_folder(spec.env.get("TMPDIR", "")))
         self.pid = 0
         self.is_started = self.has_outcome = self.is_gone = self.kill_asked = False
         self._loop, self._tell, self._backlog = loop, tell, backlog
@@ -113,13 +115,16 @@ class WorkerLink:
             return
         self._asked = command.token
         self.send(command)
-        self._loop.later(ANSWER_S, lambda: self._ask_by_signal(plain))
+        self._loop.later(ANSWER_S, lambda: self._look_from_outside(plain, command.by_signal))
 
-    def _ask_by_signal(self, plain: Inspected) -> None:
+    def _look_from_outside(self, plain: Inspected, by_signal: bool) -> None:
         if self._asked != plain.token or self.is_gone:
             return
+        rewind_stack(self._box)
+        if not by_signal:
+            self._answer_for_it(plain)
+            return
         if self.pid and read_progress(self._box)[1]:
-            rewind_stack(self._box)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, STACK_SIGNAL)
         self._loop.later(DUMP_S, lambda: self._answer_for_it(plain))
@@ -185,12 +190,14 @@ class WorkerLink:
             outcome = _died(status, oom_kills() - self._kills_before, peak_bytes)
             progress, _ = read_progress(self._box)
             self._tell(Ended(self.spec.attempt, self.rank, outcome, time.monotonic(), peak_bytes, progress), [])
+        remove_socket_folder(self.spec.socket_folder)
         self._tell(Exited(self.spec.attempt, self.rank), [])
         self.close()
         then()
 
     def close(self) -> None:
-        """Give up all descriptors."""
+        """Give up all descriptors and the folder."""
+        remove_socket_folder(self.spec.socket_folder)
         for pipe in list(self._pipes):
             self._close_pipe(pipe)
         self._loop.unwatch(self._channel)

@@ -35,10 +35,12 @@ class LocalBackend:
     name = "local"
 
     def unavailable_reason(self) -> str:
-        """Linux only, and an interpreter that can be started again."""
+        """Linux only, an interpreter that can be started again, and a network of this machine with itself."""
         if sys.platform != "linux":
             return f"it was made and tried on Linux, this is {sys.platform}"
-        return "" if sys.executable else "sys.executable is empty: the interpreter cannot be started again"
+        if not sys.executable:
+            return "sys.executable is empty: the interpreter cannot be started again"
+        return _loopback_problem()
 
     def nodes(self, env: Mapping[str, str]) -> list[NodeInfo]:
         """This machine."""
@@ -55,6 +57,16 @@ class LocalBackend:
             except ChannelClosed:
                 _pool.discard(agent)
         raise AgentStartError(f"the local agent ends as soon as it is started. It printed: {agent.tail() or 'nothing'}")
+
+
+def _loopback_problem() -> str:
+    """Why the workers could not reach each other, or "". Nothing is sent: the kernel looks for a way, that is all."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 1))
+        except OSError as error:
+            return f"127.0.0.1 cannot be reached ({error.strerror}): switch the loopback network on (ip link set lo up)"
+    return ""
 
 
 def _import_key(env: Mapping[str, str]) -> tuple[str, ...]:

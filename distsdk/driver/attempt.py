@@ -36,9 +36,8 @@ from distsdk.driver.logs import Logs
 from distsdk.driver.looks import Looks
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.requests import Requests
-from distsdk.driver.restarts import can_restart
 from distsdk.driver.watch import Watch
-from distsdk.errors import ShipError
+from distsdk.errors import DistError, ShipError
 from distsdk.wire.channel import ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
@@ -89,9 +88,8 @@ class Attempt:
     ) -> None:
         self.call, self.checkpoint = call, checkpoint
         options, num_ranks, now_s = call.options, call.plan.num_workers, time.monotonic()
-        is_restarting = can_restart(Verdict("died"), options, number + 1)
         self.group = WorkerGroup(
-            num_ranks, Watch(options.stall_warn, options.stall_timeout, now_s), number, options.grace_s, is_restarting,
+            num_ranks, Watch(options.stall_warn, options.stall_timeout, now_s), number, options.grace_s,
             call.plan.device != "cpu",
         )  # fmt: skip
         self.ranks = [RankRecord() for _ in range(num_ranks)]
@@ -103,7 +101,7 @@ class Attempt:
         self._comparison = Comparison(num_ranks)
         self._clocks = Clocks()
         self._loop = Loop()
-        self._looks = Looks(num_ranks, self._loop, lambda token, deep: self._tell(Inspect(token, deep)))
+        self._looks = Looks(num_ranks, self._loop, lambda *asked: self._tell(Inspect(*asked)))
         self._handle: AgentHandle | None = None
 
     @property
@@ -113,22 +111,30 @@ class Attempt:
 
     def execute(self, deadline_s: float | None) -> None:
         """From start to end; `deadline_s` is by the monotonic clock."""
-        call = self.call
         try:
             self._loop.watch(self._requests, self._on_requests)
-            (self._handle,) = call.plan.backend.start(
-                AgentLaunch(call.run_id, call.options.start, call.plan.env), num_nodes=1
-            )
-            self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
             if deadline_s is not None:
                 self._loop.later(deadline_s - time.monotonic(), lambda: self._feed(DeadlinePassed()))
-            self._loop.run()
+            if self._start_agents():
+                self._loop.run()
         finally:
             self._looks.close()
             if self._handle is not None:
                 self._handle.stop(grace_s=0)
             self._loop.close()
             self.times["ended"] = time.monotonic()
+
+    def _start_agents(self) -> bool:
+        """False when that cannot be done; it is a verdict, since what earlier attempts gave must not be lost."""
+        call = self.call
+        launch = AgentLaunch(call.run_id, call.options.start, call.plan.env)
+        try:
+            (self._handle,) = call.plan.backend.start(launch, num_nodes=1)
+        except (DistError, OSError) as error:
+            self.group.verdict = Verdict("not_started", detail=str(error))
+            return False
+        self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
+        return True
 
     def agent_tail(self) -> str:
         """The end of what the agent printed."""
@@ -137,7 +143,7 @@ class Attempt:
     def _on_requests(self) -> None:
         for request in self._requests.take():
             if isinstance(request, Future):  # of where the ranks are
-                self._looks.take(True, partial(_resolve, request))
+                self._looks.take(True, partial(_resolve, request), by_signal=True)
             else:
                 self._feed(request)
 
@@ -229,8 +235,8 @@ class Attempt:
             pass  # the loop is about to say so
 
     def _look(self, command: Look) -> None:
-        deep = command.is_deep
-        self._looks.take(deep, lambda seen: self._feed(Looked(seen, deep, time.monotonic())))
+        deep, by_signal = command.is_deep, command.by_signal
+        self._looks.take(deep, lambda seen: self._feed(Looked(seen, deep, time.monotonic(), by_signal)), by_signal)
 
     def _release(self, _command: ReleaseWorkers) -> None:
         self._tell(Release())

@@ -15,12 +15,13 @@ from typing import Any
 
 from distsdk.backends.base import Backend
 from distsdk.backends.registry import backend_for
+from distsdk.driver.inherited import tell_of_inherited
 from distsdk.driver.shipping import name_of, ship
 from distsdk.driver.topology import choose_workers, num_threads, places
 from distsdk.errors import UsageError
+from distsdk.fault_plan import Fault, planned_for
 from distsdk.spec import NodeInfo, Options, WorkerSpec, training_of
-from distsdk.storage.commit import write_json
-from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.trackers.base import check_trackers
 from distsdk.wire.messages import Parcel
 from distsdk.worker.context import is_inside
@@ -78,6 +79,7 @@ class Call:
     descriptors: list[int]
     home: Mapping[int, Any]
     surroundings: Surroundings
+    faults: list[Fault]
 
 
 def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
@@ -104,17 +106,20 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     """Check, pack and make the run folder. Raises UsageError, BackendUnavailable and ShipError."""
     plan = plan_call(fn, options)
     _check_arguments(fn, args, kwargs)
+    faults = planned_for(plan.num_workers)
     parcel, descriptors, home = ship(fn, args, kwargs)
     try:
         run_id = new_run_id()
         folder = create_run_folder(options.run_dir, plan.name, run_id)
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        write_json(folder.run_file, run_record(plan, options, run_id, seed))
+        begin_run_folder(folder, run_record(plan, options, run_id, seed))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, Surroundings.here())
+    tell_of_inherited()
+    here = Surroundings.here()
+    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, here, faults)
 
 
 def _is_main_run_again() -> bool:
@@ -178,6 +183,7 @@ def worker_specs(call: Call, cpus: int, attempt: int, checkpoint: str) -> list[W
             **vars(call.surroundings),
             max_restarts=call.options.max_restarts,
             checkpoint=checkpoint,
+            faults=call.faults,
         )
         for place in places([call.plan.num_workers])[0]
     ]

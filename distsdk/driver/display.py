@@ -82,7 +82,7 @@ class LineDisplay:
     def note(self, level: str, text: str) -> None:
         """Print a sentence on a line of its own."""
         self.clear()
-        _write(f"distsdk: {'warning: ' if level == 'warning' else ''}{text}\n")
+        tell(text, level)
 
     def close(self) -> None:
         """Leave the last numbers on the terminal."""
@@ -130,6 +130,11 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except Exception:  # it is whatever the user put in place of a terminal
         return False
+
+
+def tell(text: str, level: str = "info") -> None:
+    """A sentence for the user, where no line is shown that would have to be cleared first."""
+    _write(f"distsdk: {'warning: ' if level == 'warning' else ''}{text}\n")
 
 
 def _write(text: str) -> None:

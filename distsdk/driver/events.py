@@ -47,6 +47,7 @@ class Looked:
     seen: Mapping[int, Inspected]
     is_deep: bool
     now_s: float
+    by_signal: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class Look:
-    """See where the ranks are, and feed it back as `Looked`. is_deep: ask the workers themselves."""
+    """See where the ranks are, and feed it back as `Looked`. is_deep: ask the workers themselves. by_signal: get the
+    stacks also of those that do not answer, by a signal (which may cut a sleep in native code short)."""
 
     is_deep: bool
+    by_signal: bool = False
 
 
 @dataclass(frozen=True)

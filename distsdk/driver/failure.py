@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distsdk.driver.events import Verdict
 from distsdk.driver.hang import Scene, last_collectives
 from distsdk.driver.restarts import AttemptInfo
-from distsdk.driver.root_cause import is_peer_error, ranks_named
+from distsdk.driver.root_cause import has_failed, is_killed, is_peer_error, ranks_named
 from distsdk.driver.watch import stack_lines
 from distsdk.errors import (
     AgentLost,
@@ -89,22 +90,21 @@ def _users_exception(outcome: Raised, home: Mapping[int, Any]) -> BaseException:
 def stand_in(outcome: Raised) -> BaseException:
     """An exception of the same name and text, for one that cannot leave its process; of the same builtin type too, so
     that an ``except`` for that still catches it."""
-    cls = _stand_in_class(outcome)
-    error = cls.__new__(cls)
+    error = _instance_of(outcome)
     error.args = (outcome.message,)
     error.add_note(f"{outcome.type_name} itself does not survive pickling; this is a stand-in with its name and text")
     return error
 
 
-def _stand_in_class(outcome: Raised) -> type[BaseException]:
+def _instance_of(outcome: Raised) -> BaseException:
     name, content = outcome.type_name.rpartition(".")[2], {"__module__": "distsdk.errors"}
+    plain: type[DistError] = type(name, (DistError,), content)
     nearest = getattr(builtins, outcome.bases[0], None) if outcome.bases else None
     if isinstance(nearest, type) and issubclass(nearest, Exception) and nearest is not Exception:
-        try:
-            return type(name, (DistError, nearest), {**content, "__str__": BaseException.__str__})
-        except TypeError:  # a builtin type that cannot be combined
-            pass
-    return type(name, (DistError,), content)
+        with contextlib.suppress(TypeError):  # a builtin type that cannot be combined, or wants arguments
+            both: type[BaseException] = type(name, (DistError, nearest), {**content, "__str__": BaseException.__str__})
+            return both.__new__(both)
+    return plain()
 
 
 def described(outcome: Outcome) -> str:
@@ -157,7 +157,7 @@ def add_notes(
         error.add_note(f"on rank {rank} ({place}){f', at {where}' if where else ''}")
     for line in others:
         error.add_note(line)
-    if hint := _hint_in(tail):
+    if hint := _hint_in(tail) or _hint_for(error):
         error.add_note(hint)
     if tail:
         error.add_note("last lines of its log:\n" + "\n".join(f"    {line}" for line in tail[-NOTE_LINES:]))
@@ -171,6 +171,16 @@ def _hint_in(tail: Sequence[str]) -> str:
         return (
             "gloo gave up because ranks called collectives with different sizes at the same time: all ranks have to "
             "call the same ones, in the same order, with tensors of the same shape"
+        )
+    return ""
+
+
+def _hint_for(error: BaseException) -> str:
+    asks = type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in str(error))
+    if asks:
+        return (
+            "workers have no stdin: ask before the call and pass the answer as an argument; for a debugger, run the "
+            "function in this process: .local(...)"
         )
     return ""
 
@@ -190,7 +200,7 @@ def other_failures(outcomes: Mapping[int, Outcome], cause: int) -> list[str]:
 
 def _is_failure(outcome: Outcome) -> bool:
     """Failed by itself: killed by distsdk, as the others are, does not count."""
-    return isinstance(outcome, Raised) or (isinstance(outcome, Died) and outcome.signal != "SIGKILL")
+    return has_failed(outcome) and not is_killed(outcome)
 
 
 def history_of(attempts: Sequence[AttemptInfo]) -> list[str]:

@@ -34,7 +34,7 @@ from distsdk.driver.events import (
     Verdict,
 )
 from distsdk.driver.hang import Scene
-from distsdk.driver.root_cause import has_failed, is_peer_error, ranks_named, root_cause
+from distsdk.driver.root_cause import has_failed, is_killed, is_peer_error, ranks_named, root_cause
 from distsdk.driver.watch import EVERY_S, SOON_S, Watch
 from distsdk.wire.messages import FINAL_S, Died, Ended, Exited, Failed, Outcome, Ready, StopAsked, Stopped
 
@@ -57,14 +57,14 @@ class WorkerGroup:
     attempt: int = 0
     grace_s: float = 5.0
     """For stops that ranks ask for."""
-    is_restarting: bool = False
-    """True when a death leads to a restart: then nothing is waited for."""
     on_gpu: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """By rank, in order of arrival."""
     at_s: dict[int, float] = field(default_factory=dict)
     """By rank, when its outcome was, by the driver's clock."""
     exited: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+    """Ranks that were killed because another had failed."""
     verdict: Verdict | None = None
     scene: Scene | None = None
     """What the last deep look has shown."""
@@ -92,11 +92,11 @@ class WorkerGroup:
 
     def _on_ended(self, event: Ended) -> list[Command]:
         outcome = event.outcome
-        if self.stop_reason and _is_collateral(outcome):
+        if self.stop_reason and not self._is_waiting_for_evidence and _is_collateral(outcome):
             outcome = Stopped()
         self.outcomes[event.rank] = outcome
         if self.verdict:
-            return []
+            return self._reconsider(event.rank)
         if len(self.outcomes) == self.num_ranks:
             return self._judge()
         if has_failed(outcome) and not self._is_waiting_for_evidence:
@@ -105,9 +105,25 @@ class WorkerGroup:
         return [self._look_after(SOON_S)] if len(self.outcomes) == 1 else []
 
     def _wait_for_evidence(self, outcome: Outcome) -> list[Command]:
-        if is_peer_error(outcome):
-            return [After(EVIDENCE_S, EvidenceComplete())]
-        return self._judge() if self.is_restarting else [After(PROMPT_S, EvidenceComplete())]
+        if isinstance(outcome, Died):  # what is under way is still taken in while the others are killed
+            return self._judge()
+        return [After(EVIDENCE_S if is_peer_error(outcome) else PROMPT_S, EvidenceComplete())]
+
+    def _reconsider(self, rank: int) -> list[Command]:
+        """News that was under way when the others were killed may be the root cause."""
+        if is_killed(self.outcomes[rank]):
+            self.killed.add(rank)
+        elif self.verdict and self.verdict.kind in ("raised", "died"):
+            self.verdict = self._failure() or self.verdict
+        return []
+
+    def _failure(self) -> Verdict | None:
+        """The failure that explains the others; None when none has failed by itself."""
+        own = {rank: outcome for rank, outcome in self.outcomes.items() if rank not in self.killed}
+        rank = root_cause(own, self.at_s)
+        if rank is None:
+            return None
+        return Verdict("died" if isinstance(self.outcomes[rank], Died) else "raised", rank)
 
     def _look_after(self, delay_s: float) -> After:
         """The next look; one that was to come is dropped."""
@@ -129,8 +145,10 @@ class WorkerGroup:
         self.scene = scene
         if self._awaited:
             return self._end(self._awaited)
-        finding = self.watch.judged(scene, event.now_s)
-        if finding.kind in ("hang", "stall"):
+        finding = self.watch.judged(scene, event.now_s, is_final=event.by_signal or scene.all_answered())
+        if finding.kind and not finding.text:
+            return [Look(is_deep=True, by_signal=True)]
+        if finding.kind in ("hang", "stall") and not self.stop_reason:  # a stop ends by itself, after its grace
             return self._end(Verdict("hang", detail=finding.text))
         told: list[Command] = [TellUser(finding.text)] if finding.kind else []
         return [*told, self._look_after(self.watch.next_delay_s(finding, scene, is_deep=True))]
@@ -143,13 +161,11 @@ class WorkerGroup:
     def _judge(self, _event: Any = None) -> list[Command]:
         if self.verdict:
             return []
-        rank = root_cause(self.outcomes, self.at_s)
-        if rank is None:
-            stopped = any(isinstance(outcome, Stopped) for outcome in self.outcomes.values())
-            self.verdict = Verdict("interrupted" if stopped else "completed")
-            return [ReleaseWorkers(), After(KILL_S, KillOverdue()), *self._finish_if_over()]
-        kind = "died" if isinstance(self.outcomes[rank], Died) else "raised"
-        return self._end(Verdict(kind, rank))
+        if failure := self._failure():
+            return self._end(failure)
+        stopped = any(isinstance(outcome, Stopped) for outcome in self.outcomes.values())
+        self.verdict = Verdict("interrupted" if stopped else "completed")
+        return [ReleaseWorkers(), After(KILL_S, KillOverdue()), *self._finish_if_over()]
 
     def _end(self, verdict: Verdict) -> list[Command]:
         """Kill what is left and wait for it to be gone."""
@@ -195,7 +211,7 @@ class WorkerGroup:
         if self.verdict or not self._is_launched:
             return [] if self.verdict else self._end(verdict)
         self._awaited = verdict
-        return [Look(is_deep=True)]
+        return [Look(is_deep=True, by_signal=True)]
 
     def _on_diverged(self, event: Diverged) -> list[Command]:
         return [] if self.verdict else self._end(Verdict("diverged", detail=event.detail))
@@ -227,7 +243,7 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
 
 def _is_collateral(outcome: Outcome) -> bool:
     """True for what a stop does to a rank that reaches no boundary: it is killed, or loses its peer."""
-    return is_peer_error(outcome) or (isinstance(outcome, Died) and outcome.signal == "SIGKILL")
+    return is_peer_error(outcome) or is_killed(outcome)
 
 
 def _have(ranks: list[int]) -> str:

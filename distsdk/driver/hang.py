@@ -31,6 +31,10 @@ class Scene:
         """Ranks whose function still runs."""
         return [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
 
+    def all_answered(self) -> bool:
+        """True when each live rank has said itself where it is."""
+        return all(rank in self.seen and self.seen[rank].has_answered for rank in self.live())
+
     def waits_of(self, rank: int) -> list[Wait]:
         """The collectives that a live rank cannot go on without. A GPU's work goes on beside the main thread, so there
         any that is not over counts."""
@@ -60,12 +64,14 @@ class Scene:
 
     def clashing(self, rank: int, wait: Wait) -> list[int]:
         """The members that wait in another collective under the same number of the same group."""
+        if wait.is_p2p or wait.needs is not None:
+            return []
         return [
             other
             for other in wait.ranks
-            if other != rank and not wait.is_p2p
+            if other != rank
             for theirs in self.waits_of(other)
-            if (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
+            if not theirs.is_p2p and (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
         ]
 
 
@@ -87,21 +93,29 @@ def stuck(scene: Scene) -> list[int]:
 
 
 def _can_end(scene: Scene, rank: int, free: set[int]) -> bool:
-    return all(_can_be_over(scene, rank, wait, free) for wait in scene.waits_of(rank))
+    """True when any of them can be over: the main thread waits for one, which one is not known, and when that is over
+    it is no wait any more."""
+    return any(_can_be_over(scene, rank, wait, free) for wait in scene.waits_of(rank))
 
 
 def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:
     if scene.clashing(rank, wait):
         return False
     missing = scene.missing(rank, wait)
-    return any(other in free for other in missing) if wait.is_p2p else all(other in free for other in missing)
+    if wait.is_p2p:  # whom it is for is not known
+        return any(other in free or _may_serve(scene, other, wait) for other in missing)
+    return all(other in free for other in missing)
+
+
+def _may_serve(scene: Scene, other: int, wait: Wait) -> bool:
+    """True when `other` is in the opposite of `wait`: it sends where that receives."""
+    return any(theirs.is_p2p and not ("recv" in theirs.op and "recv" in wait.op) for theirs in scene.waits_of(other))
 
 
 def position(scene: Scene) -> object:
-    """What must be the same at two looks for a verdict: nothing has moved in between."""
-    return [
-        (rank, seen.waits, seen.done, seen.progress, seen.is_blocked)
-        for rank, seen in sorted(scene.seen.items())
+    """What must be the same at two looks for a verdict: nothing has moved, and nobody has ended, in between."""
+    return sorted(scene.outcomes), [
+        (rank, seen.waits, seen.done, seen.progress, seen.is_blocked) for rank, seen in sorted(scene.seen.items())
     ]
 
 

@@ -49,7 +49,8 @@ class Job(Future[Result[R]], Generic[R]):
             result = self._run.execute()
         except BaseException as caught:
             error = caught
-        remember_ending(result, error)
+        if self._run.result is not None:
+            remember(self._run.result)
         under_way.discard(self)
         self._over.set()
         self._settle(result, error)
@@ -116,10 +117,3 @@ class Job(Future[Result[R]], Generic[R]):
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.status} in {self.path}>"
-
-
-def remember_ending(result: Result[Any] | None, error: BaseException | None) -> None:
-    """Keep the Result, whole or partial, for ``last_result``."""
-    ended = result or getattr(error, "result", None)
-    if isinstance(ended, Result):
-        remember(ended)

@@ -14,26 +14,29 @@ from distsdk.driver.recorder import Recorder
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
 from distsdk.driver.run import attach_result, mean_of_mappings
+from distsdk.errors import StopTraining
+from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
-from distsdk.storage.commit import write_json
-from distsdk.storage.folder import RunFolder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
-from distsdk.wire.messages import Message, Noted, Reported
+from distsdk.wire.messages import Message, Noted, Reported, StopAsked
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Result[Any]:
-    """Call `fn` here and return its Result. An exception comes as it is, with the partial Result on it.
+    """Call `fn` here and return its Result. An exception comes as it is, with the partial Result on it; a stop that the
+    function asked for (`stop_all`) gives the partial Result.
 
     Random states are seeded with the run's seed and restored afterwards.
     """
-    from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
-
     plan = plan_call(fn, options.changed({"workers": 1, "gpu": False}))
+    planned_here()  # it refuses what would end this process
     run_id, start = new_run_id(), time.monotonic()
     folder = create_run_folder(options.run_dir, plan.name, run_id)
     seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
     record = run_record(plan, options, run_id, seed)
-    write_json(folder.run_file, record)
+    begin_run_folder(folder, record)
+    from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
+
     recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1))
     value, error = None, None
     try:
@@ -43,7 +46,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     except BaseException as caught:
         error = caught
     result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
-    if error is not None:
+    if error is not None and not isinstance(error, StopTraining):
         attach_result(error, result)
         raise error
     return result
@@ -56,20 +59,24 @@ def _called(
     from distsdk.worker.arguments import modules_in, values_of
     from distsdk.worker.context import Context
     from distsdk.worker.equipment import Equipment
+    from distsdk.worker.faults import faults_for
 
     def on_message(message: Message) -> None:
         if isinstance(message, Reported):
             recorder.on_reported(message)
         elif isinstance(message, Noted):
             recorder.on_noted(message)
+        elif isinstance(message, StopAsked):
+            equipment.synchroniser.stop_asked = True
 
     context = Context(run_id=run_id, run_dir=str(folder.path))
-    equipment = Equipment(context, seed, training_of(options), on_message)
+    faults = faults_for(planned_here(), context, None)
+    equipment = Equipment(context, seed, training_of(options), on_message, faults=faults)
     with equipment.in_place():
         for model in modules_in(*values_of(fn, args, kwargs), variables_of(fn)):  # they were made before we watched
             for part in model.modules():
                 equipment.discovery.remember(part)
-        value = fn(*args, **kwargs)
+        value = equipment.call(fn, args, kwargs)
         equipment.finish()
         return value
 
@@ -83,7 +90,8 @@ def _result(
     error: BaseException | None,
     seconds: float,
 ) -> Result[Any]:
-    status = "completed" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    is_stopped = isinstance(error, (KeyboardInterrupt, StopTraining))
+    status = "completed" if error is None else "interrupted" if is_stopped else "failed"
     recorder.close(status, 1)
     exit_text = "returned" if error is None else f"raised {type(error).__qualname__}"
     last = recorder.history.last_by_rank.get(0, {})
@@ -96,11 +104,11 @@ def _result(
         ranks=[RankInfo(0, socket.gethostname(), os.getpid(), "cpu", exit_text, "", last)],
         name=plan.name,
         seed=seed,
-        error=error,
+        error=None if isinstance(error, StopTraining) else error,
         attempts=[AttemptInfo(0, status, "" if error is None else f"{type(error).__qualname__}", seconds=seconds)],
         timings={"start": 0.0, "run": seconds, "total": seconds},
         checkpoint_names=recorder.checkpoint_names,
     )
-    result.save()
+    recorder.save(result)
     remember(result)
     return result

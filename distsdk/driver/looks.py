@@ -24,18 +24,18 @@ class _Open:
 class Looks:
     """The looks under way in one attempt."""
 
-    def __init__(self, num_ranks: int, loop: Loop, ask: Callable[[int, bool], None]) -> None:
+    def __init__(self, num_ranks: int, loop: Loop, ask: Callable[[int, bool, bool], None]) -> None:
         self._here = set(range(num_ranks))
         self._loop, self._ask = loop, ask
         self._open: dict[int, _Open] = {}
         self._num_taken = 0
 
-    def take(self, is_deep: bool, then: Then) -> None:
+    def take(self, is_deep: bool, then: Then, by_signal: bool = False) -> None:
         """Ask, and call `then` once with the answers, when all have come or it has taken too long."""
         self._num_taken += 1
         token = self._num_taken
         self._open[token] = _Open(set(self._here), then)
-        self._ask(token, is_deep)
+        self._ask(token, is_deep, by_signal)
         self._loop.later(LIMIT_S, lambda: self._end(token))
 
     def on_inspected(self, inspected: Inspected) -> None:

@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from distsdk.driver.display import Display
 from distsdk.driver.history import History, Row
+from distsdk.driver.result import Result
 from distsdk.storage.commit import committed_file
+from distsdk.storage.failed_writes import FailedWrites
 from distsdk.storage.folder import RunFolder
 from distsdk.trackers.base import Tracker, tracker_for
 from distsdk.wire.messages import NOT_WRITTEN, Noted, Reported
@@ -32,12 +35,13 @@ class Recorder:
         self.history = History(num_ranks)
         self.checkpoint_names: list[str] = []
         self.display = display
+        self.failed_writes = FailedWrites(partial(display.note, "warning"))
         self._folder, self._name, self._config = folder, name, config
         self._tracker_names = list(trackers)
         self._trackers: list[Tracker] = []
         self._told: set[str] = set()
         self._lock = threading.Lock()
-        self._file: Any = None
+        self._history_file = _HistoryFile(folder.history_file, self.failed_writes)
         self._ranks_not_written: set[int] = set()
         self._has_reported_checkpoint = False
 
@@ -82,14 +86,11 @@ class Recorder:
             return self.history.latest()
 
     def _write(self, rows: list[Row]) -> None:
-        if rows and self._file is None:
-            self._file = self._folder.history_file.open("a", encoding="utf-8")
+        if rows:
+            self._history_file.append(rows)
         for row in rows:
-            self._file.write(json.dumps(row) + "\n")
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._each_tracker(partial(_log, int(row["step"]), metrics))
-        if rows:
-            self._file.flush()
 
     def _each_tracker(self, call: Callable[[Tracker], None]) -> None:
         """Trackers are imported and started by the first numbers, not by runs that report none. One that fails gets
@@ -121,10 +122,7 @@ class Recorder:
         for rank in range(num_ranks):
             self.history.finish_rank(rank)
         self._write(list(self.history.newly_settled()))
-        if self._file is not None:
-            self._file.close()
-            with committed_file(self._folder.history_file) as staging:
-                staging.write_text("".join(json.dumps(row) + "\n" for row in self.history.rows()), encoding="utf-8")
+        self._history_file.finish(self.history.rows())
         if self._ranks_not_written and not self._has_reported_checkpoint:
             ranks = ", ".join(map(str, sorted(self._ranks_not_written)))
             self.display.note(
@@ -134,6 +132,46 @@ class Recorder:
             self._each_tracker(lambda tracker: tracker.finish(status))
         self.display.close()
 
+    def save(self, result: Result[Any]) -> None:
+        """Write the Result into the run folder, as far as there is room."""
+        with self.failed_writes.tolerated(self._folder.result_file):
+            result.save()
+
 
 def _log(step: int, metrics: Mapping[str, float], tracker: Tracker) -> None:
     tracker.log(step, metrics)
+
+
+class _HistoryFile:
+    """The folded rows as they settle; when the run is over, all of them in order."""
+
+    def __init__(self, path: Path, failed_writes: FailedWrites) -> None:
+        self._path, self._failed_writes = path, failed_writes
+        self._file: Any = None
+        self._is_broken = False
+
+    def append(self, rows: list[Row]) -> None:
+        """Write `rows`. After a failure nothing more before `finish`: the history in memory has them."""
+        if self._is_broken:
+            return
+        try:
+            self._file = self._file or self._path.open("ab", buffering=0)
+            content = memoryview(_as_lines(rows))
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            self._is_broken = True
+            self._failed_writes.on_failed(self._path, error)
+
+    def finish(self, rows: list[Row]) -> None:
+        """Put all `rows` in its place, whole or not at all."""
+        with self._failed_writes.tolerated(self._path):
+            if self._file is not None:
+                self._file.close()
+            if rows:
+                with committed_file(self._path) as staging:
+                    staging.write_bytes(_as_lines(rows))
+
+
+def _as_lines(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

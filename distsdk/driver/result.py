@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
@@ -171,9 +172,16 @@ class Result(Generic[R]):
         return ax
 
     def save(self) -> None:
-        """Write ``result.json`` and the values into the run folder (done at the end of every run)."""
+        """Write ``result.json`` and the values into the run folder (done at the end of every run).
+
+        Raises OSError when there is no room; what fits is written.
+        """
         folder = RunFolder(Path(self.path))
-        _save_values(folder, self.values)
+        with ExitStack() as at_last:
+            at_last.callback(self._save_record, folder)  # the values are the larger part, and the less important one
+            _save_values(folder, self.values)
+
+    def _save_record(self, folder: RunFolder) -> None:
         write_json(folder.result_file, {
             "status": self.status,
             "name": self.name,

@@ -53,6 +53,11 @@ def spans(numbers: Collection[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
+def is_killed(outcome: Outcome) -> bool:
+    """True for what distsdk does to a worker at last: SIGKILL, which nobody else is known to have sent."""
+    return isinstance(outcome, Died) and outcome.signal == "SIGKILL" and not outcome.reason
+
+
 def has_failed(outcome: Outcome | None) -> bool:
     """True for a rank that raised or died."""
     return isinstance(outcome, (Raised, Died))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -17,9 +18,14 @@ from distsdk.driver.recorder import Recorder
 from distsdk.driver.requests import Requests
 from distsdk.driver.restarts import AttemptInfo, can_restart, no_progress
 from distsdk.driver.result import HistoryTable, RankInfo, Result
+from distsdk.driver.stacks import crash_in, place_in, shown
 from distsdk.errors import UsageError
+from distsdk.storage.commit import sweep
 from distsdk.wire.channel import close_all
 from distsdk.wire.messages import Died, Noted, Raised
+
+CRASH_BYTES = 100_000
+"""How much of the end of a log is searched for the stack of a crash."""
 
 
 class Run:
@@ -29,11 +35,13 @@ class Run:
         self.call = call
         self._final_status = ""
         self.attempts: list[AttemptInfo] = []
+        self.result: Result[Any] | None = None
+        """When it is over, whole or partial."""
         num_ranks, name = call.plan.num_workers, call.plan.name
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
         self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
-        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear)
+        self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
         self._requests = Requests()
         self._called_s = time.monotonic()
         self._base = self._base_of_next = 0
@@ -70,6 +78,7 @@ class Run:
         names = self.recorder.checkpoint_names
         self._base = self._base_of_next
         self.recorder.begin_attempt()
+        sweep(self.call.folder.checkpoints)
         return Attempt(
             self.call, len(self.attempts), names[-1] if names else "", self.recorder, self._logs, self._requests
         )
@@ -83,9 +92,10 @@ class Run:
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
         if is_final or self._requests.is_stop_wanted:
             return False
-        self._why_no_more = no_progress(self.attempts)
+        self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
         if not self._why_no_more:
-            self._tell(f"{info.cause}; attempt {info.number + 1} of {self.call.options.max_restarts} restarts begins")
+            restarts = f"restart {info.number + 1} of at most {self.call.options.max_restarts}"
+            self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
         return not self._why_no_more
 
     def _info(self, attempt: Attempt) -> AttemptInfo:
@@ -123,6 +133,7 @@ class Run:
             if isinstance(request, Future):
                 request.set_result({})
         close_all(self.call.descriptors)
+        sweep(self.call.folder.checkpoints)
         self._final_status = _status_of(self._attempt.verdict)
         self._logs.close()
         self.recorder.close(self.status, self.call.plan.num_workers)
@@ -146,9 +157,10 @@ class Run:
             timings=self._timings(),
             checkpoint_names=self.recorder.checkpoint_names,
         )
-        result.save()
+        self.recorder.save(result)
         if error is not None:
             attach_result(error, result)
+        self.result = result
         return result
 
     def _error(self, attempt: Attempt) -> BaseException:
@@ -157,18 +169,30 @@ class Run:
         if verdict.kind == "not_started" and (printed := attempt.agent_tail()):
             error.add_note(f"the agent printed:\n{printed}")
         outcome, has_rank = group.outcomes.get(verdict.rank), verdict.rank >= 0
+        before, crash = self._crash_of(verdict.rank) if isinstance(outcome, Died) else ([], "")
+        if crash:
+            error.add_note("it crashed here, innermost frame first:\n" + "\n".join(f"    {x}" for x in shown(crash)))
         add_notes(
             error,
             verdict.rank,
-            where=outcome.where if isinstance(outcome, Raised) else "",
+            where=outcome.where if isinstance(outcome, Raised) else place_in(crash),
             place=_place_of(attempt, verdict.rank) if has_rank else "",
             others=other_failures(group.outcomes, verdict.rank),
-            tail=self._logs.tail(verdict.rank) if has_rank else (),
+            tail=before if crash else self._logs.tail(verdict.rank) if has_rank else (),
             log_path=str(call.folder.log_file(verdict.rank) if has_rank else call.folder.path),
         )
         for line in [*history_of(self.attempts), *filter(None, [self._why_no_more])]:
             error.add_note(line)
         return error
+
+    def _crash_of(self, rank: int) -> tuple[list[str], str]:
+        """What a crash has left in the log of `rank`: lines before it, and a stack."""
+        try:
+            with self.call.folder.log_file(rank).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - CRASH_BYTES))
+                return crash_in(file.read().decode(errors="replace"))
+        except OSError:
+            return [], ""
 
     def _rank_info(self, attempt: Attempt, rank: int) -> RankInfo:
         verdict = attempt.verdict
@@ -209,7 +233,9 @@ def _cause_of(attempt: Attempt) -> str:
         return f"rank {verdict.rank} {described(group.outcomes[verdict.rank])}"
     if verdict.kind == "interrupted":
         return f"stopped: {group.stop_reason}"
-    return "" if verdict.kind == "completed" else f"{verdict.kind}: {verdict.detail}".replace("_", " ")
+    if verdict.kind == "completed":
+        return ""
+    return f"{verdict.kind.replace('_', ' ')}{f': {verdict.detail}' if verdict.detail else ''}"
 
 
 def _status_of(verdict: Verdict) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from distsdk.worker.outcome import is_users_file
+
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_NOT_USERS = ("/site-packages/", "/dist-packages/", "/distsdk/", "/lib/python", "<frozen ", "<string>")
-_WORKERS_MAIN = "/distsdk/worker/main.py"
+_WORKERS_MAIN, _WAITS = "/distsdk/worker/main.py", "/distsdk/worker/waiting.py"
 NOTE_FRAMES = 12
 
 
@@ -23,7 +24,7 @@ class Frame:
     @property
     def is_users(self) -> bool:
         """False in installed packages and in the standard library."""
-        return not any(part in self.file for part in _NOT_USERS)
+        return is_users_file(self.file)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
@@ -46,6 +47,18 @@ def main_thread(stack: str) -> list[Frame]:
     return threads[-1] if threads else []
 
 
+def crash_in(log: str) -> tuple[list[str], str]:
+    """What a log says of the crash that ended the process: the lines before it, and the stack that faulthandler wrote,
+    of the thread that crashed or, when that was none of Python's, of the main thread. ([], "") when there was no
+    crash."""
+    before, mark, rest = log.rpartition("Fatal Python error: ")
+    if not mark:
+        return [], ""
+    blocks = [block for block in rest.split("\n\n") if _THREAD.match(block)]
+    crashed = [block for block in blocks if block.startswith("Current thread")]
+    return before.splitlines(), (crashed or blocks[-1:] or [""])[0]
+
+
 def place_in(stack: str) -> str:
     """The innermost line of the user's own code in the main thread; "" when there is none."""
     frames = main_thread(stack)
@@ -58,5 +71,6 @@ def shown(stack: str) -> list[str]:
     frames = main_thread(stack)
     start = next((i for i, frame in enumerate(frames) if frame.file.endswith(_WORKERS_MAIN)), len(frames))
     inner = frames[:start]
+    inner = [frame for frame in inner if not frame.file.endswith(_WAITS)]
     kept = [frame for i, frame in enumerate(inner) if i == 0 or frame.is_users or "/distsdk/" not in frame.file]
     return [str(frame) for frame in kept[:NOTE_FRAMES]]

@@ -9,10 +9,20 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+Around = Callable[[Path], AbstractContextManager[Any]]
+_around: Around = nullcontext
+
+
+def enter(around: Around) -> Around:
+    """Put `around` around everything that is filled from now on; returns the one before. For planned faults."""
+    global _around
+    before, _around = _around, around
+    return before
 
 
 @contextmanager
@@ -22,7 +32,8 @@ def committed_folder(place: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        yield staging
+        with _around(place):
+            yield staging
         for file in staging.rglob("*"):
             force_to_disk(file)
         force_to_disk(staging)
@@ -48,13 +59,26 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 @contextmanager
 def committed_file(place: Path) -> Iterator[Path]:
-    """A file name to write to; when the block ends well the file stands at `place`, else nothing changed."""
+    """A file name to write to; when the block ends well the file stands at `place`, else nothing changed.
+
+    An OSError in the block or here names `place`.
+    """
     staging = place.parent / f".{place.name}.{os.getpid()}.tmp"
     try:
-        yield staging
+        with _around(place):
+            yield staging
         staging.replace(place)
+    except OSError as error:
+        error.filename = str(place)  # the name that the caller knows
+        raise
     finally:
         staging.unlink(missing_ok=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what was being written in `parent` by processes that are gone."""
+    for staging in parent.glob(".*.tmp"):
+        shutil.rmtree(staging, ignore_errors=True) if staging.is_dir() else staging.unlink(missing_ok=True)
 
 
 def force_to_disk(path: Path) -> None:

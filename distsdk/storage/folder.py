@@ -11,14 +11,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distsdk.errors import UsageError
+from distsdk.storage.commit import write_json
 
 DEFAULT_PARENT = "distsdk_runs"
 
@@ -71,12 +74,8 @@ def checkpoint_name(step: int) -> str:
 
 def create_run_folder(run_dir: str | None, name: str, run_id: str) -> RunFolder:
     """Make the folder of a new run. Raises UsageError when it cannot be written or holds another run."""
-    path = (
-        Path(run_dir)
-        if run_dir
-        else Path(DEFAULT_PARENT) / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
-    )
-    folder = RunFolder(Path(os.path.abspath(path)))
+    path = run_dir or f"{DEFAULT_PARENT}/{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
+    folder = RunFolder(_absolute(path))
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "logs").mkdir(exist_ok=False)
@@ -86,10 +85,36 @@ def create_run_folder(run_dir: str | None, name: str, run_id: str) -> RunFolder:
         ) from error
     except OSError as error:
         raise UsageError(
-            f"the run folder {folder.path} cannot be made: {error.strerror or error}. Give a folder that can be "
-            "written: run_dir=..., or DISTSDK_RUN_DIR."
+            f"the run folder {folder.path} cannot be made: {error.strerror or error}. {_REMEDY}"
         ) from error
     return folder
+
+
+_REMEDY = "Give a folder that can be written: run_dir=..., or DISTSDK_RUN_DIR."
+
+
+def _absolute(path: str) -> Path:
+    try:
+        return Path(os.path.abspath(path))
+    except OSError as error:
+        raise UsageError(
+            f"the current directory is gone ({error.strerror}), and the run folder {path} is relative to it. Change to "
+            "a directory that exists, or give an absolute path: run_dir=..., or DISTSDK_RUN_DIR."
+        ) from error
+
+
+def begin_run_folder(folder: RunFolder, record: Any) -> None:
+    """Write ``run.json``, which proves that the folder can be written. Raises UsageError when it cannot; the folder is
+    gone then."""
+    try:
+        write_json(folder.run_file, record)
+    except OSError as error:
+        (folder.path / "logs").rmdir()
+        with contextlib.suppress(OSError):  # not new: it holds files of someone else
+            folder.path.rmdir()
+        raise UsageError(
+            f"the run folder {folder.path} cannot be written: {error.strerror or error}. {_REMEDY}"
+        ) from error
 
 
 def safe_name(name: str) -> str:

@@ -140,10 +140,12 @@ class Stop(Message, frozen=True):
 
 
 class Inspect(Message, frozen=True):
-    """Say where the ranks are. is_deep=False: the agent answers from what it sees, without troubling the workers."""
+    """Say where the ranks are. is_deep=False: the agent answers from what it sees, without troubling the workers.
+    by_signal: of a worker that does not answer, get the stacks by a signal."""
 
     token: int
     is_deep: bool
+    by_signal: bool = False
 
 
 class Release(Message, frozen=True):

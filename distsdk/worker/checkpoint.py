@@ -41,7 +41,7 @@ def write_checkpoint(run_dir: str, step: int, state: Mapping[str, Any], metrics:
     name = checkpoint_name(step)
     try:
         with committed_folder(RunFolder(Path(run_dir)).checkpoints / name) as staging:
-            torch.save(state_of(state), staging / STATE_FILE)
+            _save(state_of(state), staging / STATE_FILE)
             write_json(staging / MANIFEST_FILE, {
                 "step": step,
                 "metrics": dict(metrics),
@@ -51,6 +51,14 @@ def write_checkpoint(run_dir: str, step: int, state: Mapping[str, Any], metrics:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {name} could not be written to {run_dir}: {error}") from error
     return name
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError:  # torch keeps to itself what the system said; asked again, a full disk says it
+        file.with_suffix(".probe").write_bytes(bytes(1 << 20))
+        raise
 
 
 def _described(file: Path) -> dict[str, Any]:

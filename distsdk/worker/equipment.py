@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distsdk.errors import DivergenceError
+from distsdk.errors import CheckpointError, DivergenceError
 from distsdk.spec import Training
 from distsdk.wire.blackbox import BACKWARDS, BATCHES, STEPS, Counters
 from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
@@ -26,6 +26,7 @@ from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
+from distsdk.worker.faults import Faults
 from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.inspection import Inspection
 from distsdk.worker.session import Session
@@ -73,14 +74,14 @@ class Equipment:
 
     def __init__(
         self, context: Context, seed: int, training: Training, send: Callable[[Message], None], agreed: Agree = _own,
-        counters: Counters | None = None, checkpoint: str = "",
+        counters: Counters | None = None, checkpoint: str = "", faults: Faults | None = None,
     ) -> None:  # fmt: skip
-        self.context, self.training = context, training
+        self.context, self.training, self.faults = context, training, faults
         self.send = send
         self.counters = counters or Counters()
         self.waiting = Waiting(context.world_size)
         self.discovery = Discovery()
-        self.session = Session(context, send, lambda: self.synchroniser.stop_agreed, self.weight_of_report)
+        self.session = Session(context, send, lambda: self.synchroniser.is_stopping, self.weight_of_report)
         self.session.counters, self.session.resume_from = self.counters, checkpoint
         self.sharding = Sharding(
             context, seed, training.is_global,
@@ -128,6 +129,8 @@ class Equipment:
         """Within it, the user's function can run. With wrap=False models and loaders are left alone, until some are
         given to ``prepare``."""
         with ExitStack() as self._stack:
+            if self.faults:  # first, so that they happen inside what is put around the same functions
+                self._stack.enter_context(self.faults.in_place(self.session))
             for module, current in ((contexts, self.context), (sessions, self.session)):
                 self._stack.callback(module.enter, module.enter(current))
             self._stack.callback(enter, enter(self))
@@ -138,6 +141,10 @@ class Equipment:
                 self._stack.enter_context(self.discovery.watching())
                 self.install()
             yield
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the user's function returns."""
+        return self.faults.call(fn, args, kwargs) if self.faults else fn(*args, **kwargs)
 
     def install(self) -> None:
         """From now on, what is known takes part."""
@@ -268,7 +275,11 @@ class Equipment:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.latest_step or self.verifier.step
-        name = write_checkpoint(self.context.run_dir, step, state, {})
+        try:
+            name = write_checkpoint(self.context.run_dir, step, state, {})
+        except CheckpointError as error:  # nobody asked for it: the run does not fail for want of room
+            self.session.note("warning", f"the model was not saved at the end: {error}")
+            return
         self.counters.saved()
         self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
 

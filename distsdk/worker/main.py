@@ -38,6 +38,7 @@ from distsdk.wire.messages import (
     Inspected,
     Outcome,
     Parcel,
+    Raised,
     Release,
     Returned,
     Stop,
@@ -48,10 +49,11 @@ from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpa
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
+from distsdk.worker.faults import faults_for
 from distsdk.worker.lifeline import adopt_orphans, die_with_parent
-from distsdk.worker.outcome import EXCEPTION_BYTES, raised
+from distsdk.worker.outcome import EXCEPTION_BYTES, raised, safe_text
 from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
-from distsdk.worker.randomness import seed_everything
+from distsdk.worker.randomness import places_of_init, seed_everything
 from distsdk.worker.seams import missing_seams, seams_problem
 from distsdk.worker.settings import apply_settings
 from distsdk.worker.tensors import storage_reducer
@@ -61,6 +63,7 @@ def warm_up() -> None:
     """Before forking: what is slow only the first time in a process. Starts no thread and touches no GPU."""
     installed_torch_problem()
     seed_everything(0)
+    places_of_init()
 
 
 def run(control: socket.socket) -> None:
@@ -92,6 +95,7 @@ def _wait_for_assignment(channel: Channel) -> tuple[Assign, list[int]]:
     return message, descriptors
 
 
+TRIES = 5
 PUBLISHED = 32
 """How many values rank 0 keeps in the store for ranks that are behind."""
 
@@ -105,9 +109,11 @@ class Worker:
         self.pid = os.getpid()
         self._released = threading.Event()
         self._counters = counters
+        context = context_of(spec)
         self.equipment = Equipment(
-            context_of(spec), spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint
-        )
+            context, spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint,
+            faults_for(spec.faults, context, channel.fileno()),
+        )  # fmt: skip
         self._shipped: dict[int, Any] = {}
         self._store: Any = None
         self._published: list[str] = []
@@ -183,10 +189,18 @@ class Worker:
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes too
             if isinstance(error, KeyboardInterrupt) and self.equipment.synchroniser.stop_asked:
                 return Stopped(), []  # no step boundary came in time
-            outcome = raised(error, self._pack_exception, self._unpack_own)
+            outcome = self._failed(error)
             if isinstance(outcome, Died) and outcome.exit_code == 0:
                 return self._returned((None, None), by_exit=True)  # sys.exit(0): done, and all is well
             return outcome, []
+
+    def _failed(self, error: BaseException) -> Outcome:
+        """The outcome for what the function raised. A signal's handler may raise meanwhile (torch's does, for each
+        loader process that was killed): then it is tried again."""
+        for _ in range(TRIES):
+            with contextlib.suppress(Exception):
+                return raised(error, self._pack_exception, self._unpack_own)
+        return Raised(type(error).__qualname__, safe_text(error), "", "", None)
 
     def _called(self, payload: Parcel, descriptors: list[int]) -> tuple[Any, list[dict[str, Any] | None] | None]:
         """What the function returned and, on rank 0, the states of models, optimizers and schedulers handed over."""
@@ -201,7 +215,7 @@ class Worker:
                 for model in modules_in(*handed):
                     model.to(equipment.context.device)
             try:
-                value = fn(*args, **kwargs)
+                value = equipment.call(fn, args, kwargs)
             except StopTraining:
                 equipment.save_models()
                 raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +29,8 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
     if isinstance(error, SystemExit):
         return _left(error)
     if isinstance(error, KeyboardInterrupt):
-        return Died(exit_code=130, signal=None, reason="the function raised KeyboardInterrupt")
+        where = _at(_where(_without_own_frames(error.__traceback__)))
+        return Died(exit_code=130, signal=None, reason=f"the function raised KeyboardInterrupt{where}")
     trace = _without_own_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     return Raised(
@@ -46,6 +49,8 @@ _PEER_ERROR_WORDS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket Timeout",
     "Connection refused", "failed to recv, got 0 bytes", "remote process exited",
 )  # fmt: skip
+_UNMISTAKABLE = ("gloo/transport/",)
+"""Where this stands in the text of any exception, someone has put a peer error into his own words."""
 _LONGEST_CHAIN = 20
 
 
@@ -58,29 +63,36 @@ def blames_peer(error: BaseException) -> bool:
             return False
         if _is_peer_error(link):
             return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or link.__context__  # `from None` hides the context, but it was there
     return False
 
 
 def _is_peer_error(error: BaseException) -> bool:
     if type(error).__name__ in _PEER_ERROR_TYPES:
         return True
-    words = safe_text(error)[:MESSAGE_BYTES] if type(error) in (RuntimeError, ConnectionError) else ""
-    return any(word in words for word in _PEER_ERROR_WORDS)
+    text = safe_text(error)[:MESSAGE_BYTES]
+    is_plain = type(error) in (RuntimeError, ConnectionError)
+    return any(word in text for word in (_PEER_ERROR_WORDS if is_plain else _UNMISTAKABLE))
 
 
 def _left(error: SystemExit) -> Died:
     """``sys.exit(code)``: a text means code 1, as in the interpreter."""
+    where = _at(_where(_without_own_frames(error.__traceback__)))
+    reason = f"the function called sys.exit{where}"
     if error.code is None or isinstance(error.code, int):
-        return Died(exit_code=int(error.code or 0) & 0xFF, signal=None, reason="the function called sys.exit")
-    return Died(exit_code=1, signal=None, reason=f"the function called sys.exit: {cut(str(error.code))}")
+        return Died(exit_code=int(error.code or 0) & 0xFF, signal=None, reason=reason)
+    return Died(exit_code=1, signal=None, reason=f"{reason}: {cut(str(error.code))}")
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
 
 
 def safe_text(error: BaseException) -> str:
     """``str(error)``, or a word for one that cannot be printed."""
     try:
         return str(error)
-    except Exception as problem:
+    except BaseException as problem:
         return f"<its text cannot be made: {type(problem).__name__}>"
 
 
@@ -103,10 +115,19 @@ def _is_own(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "distsdk"
 
 
+_OTHERS = ("/site-packages/", "/dist-packages/")
+_HOMES = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_paths()['stdlib']}/", "<frozen ")
+
+
+def is_users_file(file: str) -> bool:
+    """False for installed packages, this one, and the standard library."""
+    return not file.startswith(_HOMES) and not any(part in file for part in _OTHERS)
+
+
 def _where(trace: TracebackType | None) -> str:
     """The innermost frame outside installed packages, else the innermost of all."""
     frames = traceback.extract_tb(trace)
-    users = [f for f in frames if "site-packages" not in f.filename and "/distsdk/" not in f.filename]
+    users = [frame for frame in frames if is_users_file(frame.filename)]
     for frame in reversed(users or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
@@ -115,15 +136,20 @@ def _where(trace: TracebackType | None) -> str:
 def _parcel_of(error: BaseException, pack: Pack, unpack: Unpack) -> Parcel | None:
     """The exception as it is; else its class, arguments and attributes as far as they can travel; else None. Proved by
     loading it."""
-    for form in (error, Rebuilt(error, pack)):
-        try:
-            parcel = _inline(form, pack)
-            back = unpack(parcel) if parcel is not None else None
-        except Exception:
-            continue
+    for form in (error, Rebuilt(error, pack, unpack)):
+        parcel, back = _round_trip(form, pack, unpack)
         if type(back) is type(error):
             return parcel
     return None
+
+
+def _round_trip(obj: Any, pack: Pack, unpack: Unpack) -> tuple[Parcel | None, Any]:
+    """`obj` as a parcel, and what comes out of that; (None, None) when it does not travel."""
+    try:
+        parcel = _inline(obj, pack)
+        return (parcel, unpack(parcel)) if parcel is not None else (None, None)
+    except Exception:
+        return None, None
 
 
 def _inline(obj: Any, pack: Pack) -> Parcel | None:
@@ -137,9 +163,9 @@ class Rebuilt:
     """An exception by its parts, for classes whose constructor wants other arguments than ``args``, and for those that
     hold what is too large or does not pickle."""
 
-    def __init__(self, error: BaseException, pack: Pack) -> None:
-        attributes = {key: value for key, value in vars(error).items() if _travels(value, pack)}
-        self._parts = (type(error), tuple(_travelling(arg, pack) for arg in error.args), attributes)
+    def __init__(self, error: BaseException, pack: Pack, unpack: Unpack) -> None:
+        attributes = {key: value for key, value in vars(error).items() if _travels(value, pack, unpack)}
+        self._parts = (type(error), tuple(_travelling(arg, pack, unpack) for arg in error.args), attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Load as the exception itself."""
@@ -154,15 +180,14 @@ def rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], attribute
     return error
 
 
-def _travelling(arg: Any, pack: Pack) -> Any:
+def _travelling(arg: Any, pack: Pack, unpack: Unpack) -> Any:
     if isinstance(arg, str):
         return cut(arg)
-    return arg if _travels(arg, pack) else cut(repr(arg))
+    if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, BaseException) for part in arg):  # of a group
+        return [Rebuilt(part, pack, unpack) for part in arg]
+    return arg if _travels(arg, pack, unpack) else cut(repr(arg))
 
 
-def _travels(value: Any, pack: Pack) -> bool:
-    try:
-        parcel = _inline(value, pack)
-    except Exception:
-        return False
+def _travels(value: Any, pack: Pack, unpack: Unpack) -> bool:
+    parcel, _ = _round_trip(value, pack, unpack)
     return parcel is not None and parcel.size <= PART_BYTES

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 import types
-import warnings
 from _thread import start_new_thread
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -43,9 +42,8 @@ def become(spec: WorkerSpec) -> None:
     sys.argv[:] = spec.argv
     _take_streams()
     atexit._clear()
-    # an optimizer and its scheduler that came through a pickle: the mark that the warning looks for stays behind
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
     tempfile.tempdir = None  # it was chosen for another environment
+    _make_sockets_in(spec.socket_folder)
     time.tzset()
     torch.set_num_threads(spec.num_threads)
 
@@ -59,6 +57,13 @@ def _take_streams() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable(file=2)
+
+
+def _make_sockets_in(folder: str) -> None:
+    """Tell multiprocessing, and its fork multiprocess; the processes that this one starts hear it from them."""
+    for name in ("multiprocessing.process", "multiprocess.process"):
+        if folder and name in sys.modules:
+            sys.modules[name].current_process()._config["tempdir"] = folder
 
 
 def listen_to_signals(counters: Counters, on_sigterm: Callable[[], None]) -> None:

@@ -140,14 +140,10 @@ class Noise:
     def kept_from_weights(self) -> Iterator[None]:
         """Within it, ``torch.nn.init`` draws from the common stream: a model made inside a training loop (a lazy one,
         or one made when the first batch is seen) starts equal on all ranks too."""
-        functions = {name: value for name, value in vars(init).items() if name.endswith("_") and name[0] != "_"}
-        inside_torch = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.")]
         with ExitStack() as stack:
-            for name, function in functions.items():
-                common = self._drawing_in_common(function)
-                for module in inside_torch:  # some of torch's layers have imported the functions themselves
-                    if vars(module).get(name) is function:
-                        stack.enter_context(replaced(module, name, common))
+            for module, name in places_of_init():
+                common = self._drawing_in_common(getattr(module, name))
+                stack.enter_context(replaced(module, name, common))
             yield
 
     def _drawing_in_common(self, initialise: Any) -> Any:
@@ -157,6 +153,15 @@ class Noise:
                 return initialise(*args, **kwargs)
 
         return initialise_in_common
+
+
+@functools.cache
+def places_of_init() -> list[tuple[Any, str]]:
+    """Where the functions of ``torch.nn.init`` can be called: some of torch's layers have imported them themselves.
+    Looked for once, before forking: it touches each of torch's modules."""
+    names = [name for name in vars(init) if name.endswith("_") and name[0] != "_"]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.")]
+    return [(module, name) for name in names for module in modules if vars(module).get(name) is vars(init)[name]]
 
 
 class HostStreams:

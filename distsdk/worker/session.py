@@ -41,6 +41,8 @@ class Session:
     resume_from: str = ""
     """Name of the checkpoint that an earlier attempt committed last; "": there is none."""
     _told: set[str] = field(default_factory=set)
+    on_event: Callable[[str], None] | None = None
+    """Told of each "report" before, and "reported" after it, where faults are planned."""
 
     def note(self, level: str, text: str) -> None:
         """A sentence for the user, once."""
@@ -153,6 +155,8 @@ def _send_report(
     folds: dict[str, str],
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
+    if session.on_event:
+        session.on_event("report")
     at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
     name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
@@ -162,6 +166,8 @@ def _send_report(
         session.counters.saved()
     session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds, name))
     session.leave_if_stopping()
+    if session.on_event:
+        session.on_event("reported")
 
 
 def _saved(session: Session, step: int, checkpoint: Mapping[str, Any], numbers: dict[str, float]) -> str:

@@ -1,4 +1,5 @@
-"""Settings of the driver's process that its own code would have seen: torch's global flags and where logging goes.
+"""Settings of the driver's process that its own code would have seen: torch's global flags, where logging goes, which
+warnings are shown.
 
 The function runs elsewhere, but ``torch.set_default_dtype`` or ``logging.basicConfig`` at the top of the script was
 meant for it too.
@@ -7,7 +8,9 @@ meant for it too.
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import warnings
 from typing import Any
 
 FLAGS = (
@@ -24,6 +27,7 @@ def captured_settings() -> dict[str, Any]:
     return {
         "recursion": sys.getrecursionlimit(),
         "logging": _logging_settings(),
+        "warnings": _warning_filters(),
         "torch": _torch_settings() if "torch" in sys.modules else {},
     }
 
@@ -32,6 +36,7 @@ def apply_settings(settings: dict[str, Any]) -> None:
     """Make them this process's."""
     sys.setrecursionlimit(settings["recursion"])
     _apply_logging(settings["logging"])
+    _apply_warning_filters(settings["warnings"])
     if settings["torch"]:
         _apply_torch(settings["torch"])
 
@@ -100,3 +105,37 @@ def _apply_logging(settings: dict[str, Any]) -> None:
         if settings["format"]:
             handler.setFormatter(logging.Formatter(*settings["format"]))
         root.addHandler(handler)
+
+
+SCHEDULER_MARK = "Seems like `optimizer.step\\(\\)` has been overridden"
+"""An optimizer and its scheduler that came through a pickle: the mark that torch looks for stays behind."""
+
+
+def _warning_filters() -> list[tuple[str, str, str, str, str, int]]:
+    """The filters by names and texts, first one first."""
+    return [
+        (action, _pattern_of(message), category.__module__, category.__qualname__, _pattern_of(module), line)
+        for action, message, category, module, line in warnings.filters
+        if isinstance(category, type)
+    ]
+
+
+def _pattern_of(matched: Any) -> str:
+    """A filter has a compiled pattern, None for anything, or (those that Python starts with) a text."""
+    return getattr(matched, "pattern", "" if matched is None else f"{re.escape(str(matched))}\\Z")
+
+
+def _apply_warning_filters(filters: list[tuple[str, str, str, str, str, int]]) -> None:
+    """In front of this process's own, those left out whose category is not loaded here: nothing can give it yet."""
+    for action, message, category_module, category_name, module, line in reversed(filters):
+        category = _loaded_class(category_module, category_name)
+        if isinstance(category, type) and issubclass(category, Warning):
+            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+    warnings.filterwarnings("ignore", SCHEDULER_MARK)
+
+
+def _loaded_class(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found

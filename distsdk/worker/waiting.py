@@ -21,6 +21,8 @@ from distsdk.wire.messages import Wait
 from distsdk.worker.replacing import replaced
 
 _BLOCKING_ROOMS = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "distsdk.worker")
+_NOT_BLOCKING = ("distsdk.worker.faults",)
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 """A main thread whose innermost frame is in one of these, while collectives are not over, waits for them."""
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """The flight recorder of gloo (torch 2.8 and later) and that of NCCL."""
@@ -79,7 +81,8 @@ class Waiting:
         while frame.f_back is not None and _is_in(frame.f_back, ("torch.distributed",)):
             frame = frame.f_back
             name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
-        return Wait(name, DEFAULT_GROUP, self.done().get(DEFAULT_GROUP, 0), list(range(self._world_size)))
+        seq, everyone = self.done().get(DEFAULT_GROUP, 0), list(range(self._world_size))
+        return Wait(name, DEFAULT_GROUP, seq, everyone, is_p2p=name in _P2P)
 
     def done(self) -> dict[str, int]:
         """By group, how many collectives this rank has entered."""
@@ -94,7 +97,11 @@ class Waiting:
     def is_blocked(self, waits: list[Wait]) -> bool:
         """True when the main thread does nothing but wait for `waits`."""
         frame = _main_frame()
-        return bool(waits) and (self._num_in_wait > 0 or (frame is not None and _is_in(frame, _BLOCKING_ROOMS)))
+        return bool(waits) and (self._num_in_wait > 0 or (frame is not None and _blocks(frame)))
+
+
+def _blocks(frame: FrameType) -> bool:
+    return _is_in(frame, _BLOCKING_ROOMS) and not _is_in(frame, _NOT_BLOCKING)
 
 
 def _recorded() -> list[Wait]:
@@ -123,7 +130,8 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame.f_back if frame is not None and _is_in(frame, (__name__,)) else frame
 
 
 def _is_in(frame: FrameType, rooms: tuple[str, ...]) -> bool:

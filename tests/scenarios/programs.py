@@ -24,11 +24,14 @@ def written(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def ran(arguments: Sequence[str], cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, to its end, whatever it is."""
+def ran(
+    arguments: Sequence[str], cwd: Path, stdin: str = "", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, and these variables besides ours, to its end, whatever it is."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
+        env={**os.environ, **(env or {})},
         input=stdin,
         capture_output=True,
         text=True,
@@ -37,9 +40,9 @@ def ran(arguments: Sequence[str], cwd: Path, stdin: str = "") -> subprocess.Comp
     )
 
 
-def printed(arguments: Sequence[str], cwd: Path, stdin: str = "") -> str:
+def printed(arguments: Sequence[str], cwd: Path, stdin: str = "", env: Mapping[str, str] | None = None) -> str:
     """What a program that ends well wrote to its standard output."""
-    ended = ran(arguments, cwd, stdin)
+    ended = ran(arguments, cwd, stdin, env)
     assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 

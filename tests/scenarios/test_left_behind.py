@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # sets a variable of the environment when it is imported
 import torch.distributed as dist
 
 import distsdk
