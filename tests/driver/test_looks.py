@@ -32,12 +32,12 @@ class Asked:
 
     def __init__(self, num_ranks: int = 2) -> None:
         self.timers = Timers()
-        self.questions: list[tuple[int, bool]] = []
+        self.questions: list[tuple[int, bool, bool]] = []
         self.results: list[dict[int, Inspected]] = []
-        self.looks = Looks(num_ranks, cast(Loop, self.timers), lambda token, deep: self.questions.append((token, deep)))
+        self.looks = Looks(num_ranks, cast(Loop, self.timers), lambda *asked: self.questions.append(asked))
 
-    def take(self, is_deep: bool = True) -> int:
-        self.looks.take(is_deep, self.results.append)
+    def take(self, is_deep: bool = True, by_signal: bool = False) -> int:
+        self.looks.take(is_deep, self.results.append, by_signal)
         return self.questions[-1][0]
 
     def answer(self, rank: int, token: int) -> Inspected:
@@ -49,13 +49,19 @@ class Asked:
 def test_ends_with_the_last_answer() -> None:
     asked = Asked()
     token = asked.take(is_deep=False)
-    assert asked.questions == [(token, False)]
+    assert asked.questions == [(token, False, False)]
     one = asked.answer(1, token)
     assert asked.results == []
     other = asked.answer(0, token)
     assert asked.results == [{0: other, 1: one}]
     asked.timers.pass_all()
     assert len(asked.results) == 1
+
+
+def test_how_to_ask_is_passed_on() -> None:
+    asked = Asked()
+    asked.take(is_deep=True, by_signal=True)
+    assert asked.questions == [(1, True, True)]
 
 
 def test_ends_without_those_who_do_not_answer_in_time() -> None:
@@ -106,7 +112,7 @@ def test_a_look_that_leads_to_another() -> None:
     asked = Asked(1)
     asked.looks.take(False, lambda _seen: asked.looks.take(True, asked.results.append))
     asked.answer(0, 1)
-    assert asked.questions == [(1, False), (2, True)] and asked.results == []
+    assert asked.questions == [(1, False, False), (2, True, False)] and asked.results == []
     asked.answer(0, 2)
     assert len(asked.results) == 1
 
