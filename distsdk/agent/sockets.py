@@ -13,20 +13,37 @@ import tempfile
 
 LONGEST_ADDRESS = 107
 """Bytes of a socket's path; see unix(7)."""
-_REST = len("/distsdk-12345678/listener-12345678")
+_REST = len("/distsdk-4194304-12345678/listener-12345678")
 _ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def new_socket_folder(temporary_folder: str) -> str:
     """Make one, in `temporary_folder` if that is short enough; "" where none can be made."""
-    for parent in (temporary_folder, *_ELSEWHERE):
-        if os.path.isabs(parent) and len(os.fsencode(parent)) + _REST <= LONGEST_ADDRESS:
-            with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="distsdk-", dir=parent)
+    for parent in _parents(temporary_folder):
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent)
     return ""
+
+
+def _parents(temporary_folder: str) -> list[str]:
+    candidates = [folder for folder in (temporary_folder, *_ELSEWHERE) if os.path.isabs(folder)]
+    return [folder for folder in candidates if len(os.fsencode(folder)) + _REST <= LONGEST_ADDRESS]
+
+
+def _prefix(agent_pid: int) -> str:
+    return f"distsdk-{agent_pid}-"
 
 
 def remove_socket_folder(folder: str) -> None:
     """Remove it, with what is in it."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_socket_folders_of(agent_pid: int, temporary_folder: str) -> None:
+    """Remove what an agent that was killed has left."""
+    for parent in _parents(temporary_folder):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(parent):
+                if name.startswith(_prefix(agent_pid)):
+                    remove_socket_folder(os.path.join(parent, name))
