@@ -6,6 +6,7 @@ Each function is the whole of a user's training function: it takes what it needs
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 
 LONG_S = 600.0
 """Longer than any test waits: who sleeps so long has to be killed."""
+KEPT: list[Any] = []
+"""What would end if nobody referred to it."""
 
 
 def rank() -> int:
@@ -220,6 +223,25 @@ def spins() -> None:
         pass
 
 
+def stops_itself() -> None:
+    """As Ctrl-Z does, or a debugger: it neither works nor ends nor answers."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(LONG_S)
+
+
+def holds_the_interpreter(seconds: int = int(LONG_S)) -> str:
+    """Native code that never gives the lock of the interpreter away: no other thread of the worker runs."""
+    while seconds := ctypes.PyDLL(None).sleep(seconds):  # what is left, if a signal has come
+        pass
+    return "held"
+
+
+def blocks_signals_and_sleeps() -> None:
+    """No signal that can be blocked gets through."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(LONG_S)
+
+
 def swallows_everything() -> None:
     """Catches whatever could end it."""
     while True:
@@ -289,6 +311,24 @@ def leaves_a_child_and_dies() -> None:
     """The child holds the streams open."""
     leaves_a_child()
     kills_itself()
+
+
+def leaves_a_session() -> int:
+    """A process in a session of its own, which ignores what can be ignored; returns its id."""
+    return subprocess.Popen(["sh", "-c", "trap '' TERM HUP INT; sleep 600; sleep 600"], start_new_session=True).pid
+
+
+def leaves_a_daemon() -> int:
+    """A process whose parent is gone, with no stream of the worker's open; returns its id."""
+    script = "setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"
+    return int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=True).stdout)
+
+
+def leaves_a_pool() -> list[int]:
+    """Processes of multiprocessing that wait for work; returns their ids."""
+    pool = multiprocessing.get_context("fork").Pool(2)
+    KEPT.append(pool)
+    return [process.pid for process in pool._pool]
 
 
 def hangs_at_exit() -> str:

@@ -81,7 +81,7 @@ class Agent:
             self._open(channel, "exec", self._exec, "")
             return
         if self._fork is None or not self._fork.is_alive:
-            self._fork = ForkStarter(self._loop)
+            self._fork = ForkStarter(self._loop, self._known_children)
         self._fork.when_ready(partial(self._open_forked, channel, message.start, self._fork))
 
     def _open_forked(self, channel: Channel, start: str, starter: ForkStarter, problem: str) -> None:

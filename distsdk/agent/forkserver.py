@@ -17,6 +17,7 @@ import sys
 from multiprocess.context import ForkProcess
 
 from distsdk.agent.reaping import collect, kill_group, kill_orphans
+from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, ChannelClosed
 from distsdk.wire.messages import PROTOCOL, Fork, Forked, Message, Ready, Reaped
@@ -26,14 +27,14 @@ PRELOADED = ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch._
 """Imported before the first fork; torch._dynamo because the first optimizer made in a process imports it (1.1 s)."""
 
 
-def main(channel: Channel) -> None:
+def main(channel: Channel, agent_pid: int) -> None:
     """Preload, say so, then fork on request until the agent goes away."""
     problem = preload()
     versions = {"torch": str(sys.modules["torch"].__version__)}
     outlive_parent()  # from here on the end of the channel tells: then the workers' groups are killed first
     adopt_orphans()
     channel.send(Ready(PROTOCOL, os.getpid(), NodeInfo(host="", cpus=0, gpus=0), versions, "fork", problem))
-    Forkserver(channel).serve()
+    Forkserver(channel, agent_pid).serve()
 
 
 def preload() -> str:
@@ -92,8 +93,8 @@ def _highest_descriptor() -> int:
 class Forkserver:
     """Serves one agent: forks, and tells when a child is gone."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, agent_pid: int) -> None:
+        self._channel, self._agent_pid = channel, agent_pid
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, Worker]] = {}
@@ -113,6 +114,7 @@ class Forkserver:
             for _, child in self._children.values():
                 kill_group(child.pid)
             kill_orphans(known=())
+            sweep_socket_folders(self._agent_pid, os.environ.get("TMPDIR", ""))
 
     def _on_message(self, message: Message, descriptors: list[int]) -> None:
         if not isinstance(message, Fork) or len(descriptors) != NUM_DESCRIPTORS:
@@ -146,5 +148,5 @@ class Forkserver:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(int(sys.argv[2]))
-    main(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
     os._exit(0)  # nothing is left to do, and an interpreter with torch takes a second to find that out

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 LONGEST_ADDRESS = 107
 """Bytes of a socket's path; see unix(7)."""
@@ -20,18 +21,10 @@ _ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")
 def new_socket_folder(temporary_folder: str) -> str:
     """Make one, in `temporary_folder` if that is short enough; "" where none can be made."""
     for parent in _parents(temporary_folder):
-        with contextlib.suppress(OSError):
-            return tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent)
+        if os.path.isabs(parent) and len(os.fsencode(parent)) + _REST <= LONGEST_ADDRESS:
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent)
     return ""
-
-
-def _parents(temporary_folder: str) -> list[str]:
-    candidates = [folder for folder in (temporary_folder, *_ELSEWHERE) if os.path.isabs(folder)]
-    return [folder for folder in candidates if len(os.fsencode(folder)) + _REST <= LONGEST_ADDRESS]
-
-
-def _prefix(agent_pid: int) -> str:
-    return f"distsdk-{agent_pid}-"
 
 
 def remove_socket_folder(folder: str) -> None:
@@ -40,10 +33,16 @@ def remove_socket_folder(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_socket_folders_of(agent_pid: int, temporary_folder: str) -> None:
-    """Remove what an agent that was killed has left."""
+def sweep_socket_folders(agent_pid: int, temporary_folder: str) -> None:
+    """Remove those of an agent that is gone."""
     for parent in _parents(temporary_folder):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(parent):
-                if name.startswith(_prefix(agent_pid)):
-                    remove_socket_folder(os.path.join(parent, name))
+        for folder in Path(parent).glob(f"{_prefix(agent_pid)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parents(temporary_folder: str) -> list[str]:
+    return [parent for parent in (temporary_folder, *_ELSEWHERE) if parent]
+
+
+def _prefix(agent_pid: int) -> str:
+    return f"distsdk-{agent_pid}-"

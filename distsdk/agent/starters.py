@@ -112,8 +112,8 @@ class _Ticket:
 class ForkStarter:
     """Workers forked from the forkserver, which is started with it."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: Loop, known_children: Callable[[], set[int]]) -> None:
+        self._loop, self._known_children = loop, known_children
         self._channel, theirs = channel_pair()
         self._server = _start_forkserver(theirs)
         self._waiting: list[OnReady] = []
@@ -166,6 +166,8 @@ class ForkStarter:
         for ticket in tickets.values():
             if ticket.pid:
                 kill_group(ticket.pid)
+        kill_orphans(self._known_children())  # the workers came to us, and what they had started comes after them
+        for ticket in tickets.values():
             ticket.on_gone(-signal.SIGKILL, 0)
 
     @property

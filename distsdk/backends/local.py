@@ -18,7 +18,6 @@ from pathlib import Path
 
 import distsdk
 from distsdk.agent.devices import count_gpus
-from distsdk.agent.sockets import remove_socket_folders_of
 from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.errors import AgentStartError
 from distsdk.spec import NodeInfo
@@ -53,7 +52,6 @@ class LocalBackend:
         key = _import_key(launch.env)
         for _ in range(2):  # the agent may have retired just now
             agent = _pool.agent(key, launch.env)
-            agent.temporary_folders.add(launch.env.get("TMPDIR", ""))
             try:
                 return [LocalAgentHandle(agent, launch.start)]
             except ChannelClosed:
@@ -81,7 +79,6 @@ class _Agent:
     def __init__(self, key: tuple[str, ...], env: Mapping[str, str]) -> None:
         self.key = key
         self.num_runs = 0
-        self.temporary_folders: set[str] = set()
         self._is_closed = False
         self.channel, theirs = channel_pair()
         self._stderr = os.memfd_create("distsdk-agent-stderr", os.MFD_CLOEXEC)
@@ -111,9 +108,6 @@ class _Agent:
             self.process.kill()
             self.process.wait()
         os.close(self._stderr)
-        if self.process.returncode:  # it was killed, and could not tidy up
-            for folder in tuple(self.temporary_folders):
-                remove_socket_folders_of(self.process.pid, folder)
 
     def forget(self) -> None:
         """In a forked child: drop our copies of its descriptors, leave the process alone."""

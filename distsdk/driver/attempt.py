@@ -37,7 +37,7 @@ from distsdk.driver.looks import Looks
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.requests import Requests
 from distsdk.driver.watch import Watch
-from distsdk.errors import ShipError
+from distsdk.errors import DistError, ShipError
 from distsdk.wire.channel import ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
@@ -111,22 +111,30 @@ class Attempt:
 
     def execute(self, deadline_s: float | None) -> None:
         """From start to end; `deadline_s` is by the monotonic clock."""
-        call = self.call
         try:
             self._loop.watch(self._requests, self._on_requests)
-            (self._handle,) = call.plan.backend.start(
-                AgentLaunch(call.run_id, call.options.start, call.plan.env), num_nodes=1
-            )
-            self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
             if deadline_s is not None:
                 self._loop.later(deadline_s - time.monotonic(), lambda: self._feed(DeadlinePassed()))
-            self._loop.run()
+            if self._start_agents():
+                self._loop.run()
         finally:
             self._looks.close()
             if self._handle is not None:
                 self._handle.stop(grace_s=0)
             self._loop.close()
             self.times["ended"] = time.monotonic()
+
+    def _start_agents(self) -> bool:
+        """False when that cannot be done; it is a verdict, since what earlier attempts gave must not be lost."""
+        call = self.call
+        launch = AgentLaunch(call.run_id, call.options.start, call.plan.env)
+        try:
+            (self._handle,) = call.plan.backend.start(launch, num_nodes=1)
+        except (DistError, OSError) as error:
+            self.group.verdict = Verdict("not_started", detail=str(error))
+            return False
+        self._loop.talk(self._handle.channel, self._on_message, self._on_agent_gone)
+        return True
 
     def agent_tail(self) -> str:
         """The end of what the agent printed."""

@@ -71,7 +71,7 @@ class Scene:
             for other in wait.ranks
             if other != rank
             for theirs in self.waits_of(other)
-            if (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
+            if not theirs.is_p2p and (theirs.group, theirs.seq) == (wait.group, wait.seq) and not _match(wait, theirs)
         ]
 
 
@@ -93,7 +93,9 @@ def stuck(scene: Scene) -> list[int]:
 
 
 def _can_end(scene: Scene, rank: int, free: set[int]) -> bool:
-    return all(_can_be_over(scene, rank, wait, free) for wait in scene.waits_of(rank))
+    """True when any of them can be over: the main thread waits for one, which one is not known, and when that is over
+    it is no wait any more."""
+    return any(_can_be_over(scene, rank, wait, free) for wait in scene.waits_of(rank))
 
 
 def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:

@@ -14,15 +14,17 @@ from distsdk.driver.recorder import Recorder
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
 from distsdk.driver.run import attach_result, mean_of_mappings
+from distsdk.errors import StopTraining
 from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
 from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
-from distsdk.wire.messages import Message, Noted, Reported
+from distsdk.wire.messages import Message, Noted, Reported, StopAsked
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Result[Any]:
-    """Call `fn` here and return its Result. An exception comes as it is, with the partial Result on it.
+    """Call `fn` here and return its Result. An exception comes as it is, with the partial Result on it; a stop that the
+    function asked for (`stop_all`) gives the partial Result.
 
     Random states are seeded with the run's seed and restored afterwards.
     """
@@ -44,7 +46,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     except BaseException as caught:
         error = caught
     result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
-    if error is not None:
+    if error is not None and not isinstance(error, StopTraining):
         attach_result(error, result)
         raise error
     return result
@@ -64,6 +66,8 @@ def _called(
             recorder.on_reported(message)
         elif isinstance(message, Noted):
             recorder.on_noted(message)
+        elif isinstance(message, StopAsked):
+            equipment.synchroniser.stop_asked = True
 
     context = Context(run_id=run_id, run_dir=str(folder.path))
     faults = faults_for(planned_here(), context, None)
@@ -86,7 +90,8 @@ def _result(
     error: BaseException | None,
     seconds: float,
 ) -> Result[Any]:
-    status = "completed" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    is_stopped = isinstance(error, (KeyboardInterrupt, StopTraining))
+    status = "completed" if error is None else "interrupted" if is_stopped else "failed"
     recorder.close(status, 1)
     exit_text = "returned" if error is None else f"raised {type(error).__qualname__}"
     last = recorder.history.last_by_rank.get(0, {})
@@ -99,7 +104,7 @@ def _result(
         ranks=[RankInfo(0, socket.gethostname(), os.getpid(), "cpu", exit_text, "", last)],
         name=plan.name,
         seed=seed,
-        error=error,
+        error=None if isinstance(error, StopTraining) else error,
         attempts=[AttemptInfo(0, status, "" if error is None else f"{type(error).__qualname__}", seconds=seconds)],
         timings={"start": 0.0, "run": seconds, "total": seconds},
         checkpoint_names=recorder.checkpoint_names,

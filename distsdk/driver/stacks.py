@@ -9,7 +9,7 @@ from distsdk.worker.outcome import is_users_file
 
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_WORKERS_MAIN = "/distsdk/worker/main.py"
+_WORKERS_MAIN, _WAITS = "/distsdk/worker/main.py", "/distsdk/worker/waiting.py"
 NOTE_FRAMES = 12
 
 
@@ -71,5 +71,6 @@ def shown(stack: str) -> list[str]:
     frames = main_thread(stack)
     start = next((i for i, frame in enumerate(frames) if frame.file.endswith(_WORKERS_MAIN)), len(frames))
     inner = frames[:start]
+    inner = [frame for frame in inner if not frame.file.endswith(_WAITS)]
     kept = [frame for i, frame in enumerate(inner) if i == 0 or frame.is_users or "/distsdk/" not in frame.file]
     return [str(frame) for frame in kept[:NOTE_FRAMES]]

@@ -31,13 +31,31 @@ class Finding:
 
 @dataclass
 class _Track:
-    """Where one rank was when it moved last."""
+    """Where one rank was when it moved last, and what its processor time says."""
 
     progress: Progress
-    done: dict[str, int]
+    done: dict[str, int] | None
+    """None: it was not asked yet."""
     since_s: float
     cpu_s: float
+    looked_s: float
+    busy_s: float
+    """When it was seen last to use the processor."""
     has_warned: bool = False
+
+    def move(self, progress: Progress, done: dict[str, int] | None, now_s: float) -> bool:
+        """Take in where the rank is; False when that is where it was."""
+        has_moved = progress != self.progress or (None not in (done, self.done) and done != self.done)
+        self.progress, self.done = progress, self.done if done is None else done
+        if has_moved:
+            self.since_s, self.has_warned = now_s, False
+        return has_moved
+
+    def use(self, cpu_s: float, now_s: float) -> None:
+        """Take in its processor time."""
+        if cpu_s - self.cpu_s > IDLE_SHARE * max(now_s - self.looked_s, 1.0):
+            self.busy_s = now_s
+        self.cpu_s, self.looked_s = cpu_s, now_s
 
 
 @dataclass
@@ -73,10 +91,12 @@ class Watch:
     def _note(self, rank: int, inspected: Inspected, done: dict[str, int] | None, now_s: float) -> bool:
         """True when the rank has gone on since it was seen last."""
         track = self._tracks.get(rank)
-        if track is not None and track.progress == inspected.progress and done in (None, track.done):
+        if track is None:
+            self._tracks[rank] = _Track(inspected.progress, done, now_s, inspected.cpu_s, now_s, now_s)
+        elif not track.move(inspected.progress, done, now_s):
+            track.use(inspected.cpu_s, now_s)
             return False
-        known = done if done is not None else (track.done if track else {})
-        self._tracks[rank] = _Track(inspected.progress, known, now_s, inspected.cpu_s)
+        self._tracks[rank].use(inspected.cpu_s, now_s)
         self.moved_s = now_s
         return True
 
@@ -93,21 +113,16 @@ class Watch:
             return Finding("stall", self._stall_sentence(scene, now_s) if is_final else "")
         return self._warning(scene, now_s, is_final)
 
-    def _is_idle(self, scene: Scene, now_s: float) -> bool:
-        """True when no live rank has used the processor since it moved last."""
-        pairs = [(scene.seen.get(rank), self._tracks.get(rank)) for rank in scene.live()]
-        return all(
-            seen is not None
-            and track is not None
-            and seen.cpu_s - track.cpu_s < IDLE_SHARE * max(now_s - track.since_s, 1.0)
-            for seen, track in pairs
-        )
+    def _are_idle(self, scene: Scene, limit_s: float, now_s: float) -> bool:
+        """True when no live rank has used the processor for so long."""
+        tracks = [self._tracks.get(rank) if rank in scene.seen else None for rank in scene.live()]
+        return all(track is not None and now_s - track.busy_s >= limit_s for track in tracks)
 
     def _stands_too_long(self, scene: Scene, now_s: float) -> bool:
         limit = self.stall_timeout
         if limit is None or now_s - self.moved_s < limit:
             return False
-        return bool(scene.waiting()) or self._is_idle(scene, now_s)
+        return bool(scene.waiting()) or self._are_idle(scene, limit, now_s)
 
     def _stall_sentence(self, scene: Scene, now_s: float) -> str:
         return (
@@ -121,7 +136,7 @@ class Watch:
         if limit is None:
             return Finding()
         waiting = scene.waiting()
-        standing = [] if waiting or now_s - self.moved_s < limit or not self._is_idle(scene, now_s) else scene.live()
+        standing = scene.live() if not waiting and self._are_idle(scene, limit, now_s) else []
         long = [rank for rank in waiting or standing if now_s - self._tracks[rank].since_s >= limit]
         if all(self._tracks[rank].has_warned for rank in long):
             return Finding()

@@ -16,6 +16,8 @@ from distsdk.wire.messages import Message
 OnMessage = Callable[[Message, list[int]], None]
 OnClosed = Callable[[], None]
 OnRoom = Callable[[], None]
+LONGEST_SLEEP_S = 1e6
+"""The kernel refuses to sleep for much longer; the loop then sleeps again."""
 
 
 class Loop:
@@ -69,8 +71,8 @@ class Loop:
             self.deliver(channel)
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Call back once, `delay_s` seconds from now."""
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
+        """Call back once, `delay_s` seconds from now; inf is never, what is no number is at once."""
+        heapq.heappush(self._timers, (time.monotonic() + max(0.0, delay_s), next(self._order), callback))
 
     def stop(self) -> None:
         """Return from `run` after the current callback."""
@@ -94,7 +96,9 @@ class Loop:
                 self._selector.modify(channel, events, key.data)
 
     def _time_left(self) -> float | None:
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        if not self._timers:
+            return None
+        return min(LONGEST_SLEEP_S, max(0.0, self._timers[0][0] - time.monotonic()))
 
     def _run_timers(self) -> None:
         while self._running and self._timers and self._timers[0][0] <= time.monotonic():

@@ -81,7 +81,7 @@ class Equipment:
         self.counters = counters or Counters()
         self.waiting = Waiting(context.world_size)
         self.discovery = Discovery()
-        self.session = Session(context, send, lambda: self.synchroniser.stop_agreed, self.weight_of_report)
+        self.session = Session(context, send, lambda: self.synchroniser.is_stopping, self.weight_of_report)
         self.session.counters, self.session.resume_from = self.counters, checkpoint
         self.sharding = Sharding(
             context, seed, training.is_global,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -114,12 +115,13 @@ def _is_own(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "distsdk"
 
 
-_OTHERS = ("/site-packages/", "/dist-packages/", "/distsdk/", "<frozen ", sysconfig.get_paths()["stdlib"])
+_OTHERS = ("/site-packages/", "/dist-packages/")
+_HOMES = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_paths()['stdlib']}/", "<frozen ")
 
 
 def is_users_file(file: str) -> bool:
-    """False for installed packages and the standard library."""
-    return not any(part in file for part in _OTHERS)
+    """False for installed packages, this one, and the standard library."""
+    return not file.startswith(_HOMES) and not any(part in file for part in _OTHERS)
 
 
 def _where(trace: TracebackType | None) -> str:
@@ -134,15 +136,20 @@ def _where(trace: TracebackType | None) -> str:
 def _parcel_of(error: BaseException, pack: Pack, unpack: Unpack) -> Parcel | None:
     """The exception as it is; else its class, arguments and attributes as far as they can travel; else None. Proved by
     loading it."""
-    for form in (error, Rebuilt(error, pack)):
-        try:
-            parcel = _inline(form, pack)
-            back = unpack(parcel) if parcel is not None else None
-        except Exception:
-            continue
+    for form in (error, Rebuilt(error, pack, unpack)):
+        parcel, back = _round_trip(form, pack, unpack)
         if type(back) is type(error):
             return parcel
     return None
+
+
+def _round_trip(obj: Any, pack: Pack, unpack: Unpack) -> tuple[Parcel | None, Any]:
+    """`obj` as a parcel, and what comes out of that; (None, None) when it does not travel."""
+    try:
+        parcel = _inline(obj, pack)
+        return (parcel, unpack(parcel)) if parcel is not None else (None, None)
+    except Exception:
+        return None, None
 
 
 def _inline(obj: Any, pack: Pack) -> Parcel | None:
@@ -156,9 +163,9 @@ class Rebuilt:
     """An exception by its parts, for classes whose constructor wants other arguments than ``args``, and for those that
     hold what is too large or does not pickle."""
 
-    def __init__(self, error: BaseException, pack: Pack) -> None:
-        attributes = {key: value for key, value in vars(error).items() if _travels(value, pack)}
-        self._parts = (type(error), tuple(_travelling(arg, pack) for arg in error.args), attributes)
+    def __init__(self, error: BaseException, pack: Pack, unpack: Unpack) -> None:
+        attributes = {key: value for key, value in vars(error).items() if _travels(value, pack, unpack)}
+        self._parts = (type(error), tuple(_travelling(arg, pack, unpack) for arg in error.args), attributes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Load as the exception itself."""
@@ -173,17 +180,14 @@ def rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], attribute
     return error
 
 
-def _travelling(arg: Any, pack: Pack) -> Any:
+def _travelling(arg: Any, pack: Pack, unpack: Unpack) -> Any:
     if isinstance(arg, str):
         return cut(arg)
     if isinstance(arg, (list, tuple)) and arg and all(isinstance(part, BaseException) for part in arg):  # of a group
-        return [part if _travels(part, pack) else Rebuilt(part, pack) for part in arg]
-    return arg if _travels(arg, pack) else cut(repr(arg))
+        return [Rebuilt(part, pack, unpack) for part in arg]
+    return arg if _travels(arg, pack, unpack) else cut(repr(arg))
 
 
-def _travels(value: Any, pack: Pack) -> bool:
-    try:
-        parcel = _inline(value, pack)
-    except Exception:
-        return False
+def _travels(value: Any, pack: Pack, unpack: Unpack) -> bool:
+    parcel, _ = _round_trip(value, pack, unpack)
     return parcel is not None and parcel.size <= PART_BYTES

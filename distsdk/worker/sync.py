@@ -100,6 +100,11 @@ class Synchroniser:
         self._covered: set[int] = set()
         """Ids of optimizers all of whose parameters the replica holds; as long as there is no new one."""
 
+    @property
+    def is_stopping(self) -> bool:
+        """True when all ranks stop at the next boundary; a world of one needs no agreement."""
+        return self.stop_agreed or (self.stop_asked and self.world_size == 1)
+
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Within it, every outermost backward synchronises."""
@@ -154,7 +159,6 @@ class Synchroniser:
         if replica is None:
             if not self._watched:
                 self._inspection.on_nothing_known()
-            self.stop_agreed = self.stop_asked and self.world_size == 1
             run_backward(1.0)
             return
         weight, self.given_weight = self.given_weight, None

@@ -130,7 +130,8 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame.f_back if frame is not None and _is_in(frame, (__name__,)) else frame
 
 
 def _is_in(frame: FrameType, rooms: tuple[str, ...]) -> bool:

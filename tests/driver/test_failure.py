@@ -1,21 +1,33 @@
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import pytest
 
-from distsdk.driver.failure import add_notes, described, exception_for, other_failures, short_exit, stand_in
-from distsdk.driver.group import Verdict
+from distsdk.driver.events import Verdict
+from distsdk.driver.failure import (
+    add_notes,
+    described,
+    exception_for,
+    history_of,
+    other_failures,
+    short_exit,
+    stand_in,
+)
+from distsdk.driver.hang import Scene
+from distsdk.driver.restarts import AttemptInfo
 from distsdk.errors import (
     AgentLost,
     AgentStartError,
     DeadlineExceeded,
     DistError,
     DivergenceError,
+    HangError,
     RemoteTraceback,
     WorkerDied,
 )  # fmt: skip
-from distsdk.wire.messages import Died, Outcome, Parcel, Raised, Returned, Stopped
+from distsdk.wire.messages import Died, Inspected, Outcome, Parcel, Raised, Returned, Stopped, Wait
 from distsdk.wire.pickling import Pickler, homeward_reducer, pack
 from tests import zoo
 
@@ -60,8 +72,53 @@ def test_stand_in_of_a_local_class() -> None:
     assert type(stand_in(Raised("f.<locals>.Mine", "x", "", "", None))).__name__ == "Mine"
 
 
+def bases_of(cls: type[BaseException]) -> list[str]:
+    return [base.__name__ for base in cls.__mro__ if base.__module__ == "builtins" and base is not object]
+
+
+def with_bases(cls: type[BaseException]) -> Raised:
+    """Of a subclass of `cls` that cannot travel."""
+    return Raised("Mine", "what went wrong", "", "", None, bases_of(cls))
+
+
+def test_except_for_a_builtin_base_still_catches_it() -> None:
+    with pytest.raises(ValueError, match="^what went wrong") as caught:
+        raise stand_in(with_bases(UnicodeError))
+    assert isinstance(caught.value, DistError) and isinstance(caught.value, UnicodeError)
+    with pytest.raises(KeyError):
+        raise stand_in(with_bases(KeyError))
+    assert not isinstance(stand_in(with_bases(KeyError)), ValueError)
+
+
+_BUILTIN = [cls for cls in vars(builtins).values() if isinstance(cls, type) and issubclass(cls, Exception)]
+_WITH_CONSTRUCTORS = (MemoryError, getattr(builtins, "ExceptionGroup", None))
+
+
+@pytest.mark.parametrize("are_odd", [
+    False, pytest.param(True, marks=pytest.mark.xfail(reason="they are made with fewer arguments", strict=True)),
+])  # fmt: skip
+def test_every_builtin_base_has_a_stand_in(are_odd: bool) -> None:
+    for cls in _BUILTIN:
+        if (cls in _WITH_CONSTRUCTORS) == are_odd:
+            error = stand_in(with_bases(cls))
+            assert isinstance(error, DistError) and type(error).__name__ == "Mine"
+            assert str(error) == "what went wrong" and "what went wrong" in repr(error)
+            assert isinstance(error, cls) or are_odd
+
+
+@pytest.mark.parametrize("bases", [
+    [], ["Exception", "BaseException"], ["BaseException"], ["KeyboardInterrupt", "BaseException"], ["NoSuchThing"],
+    ["print"], ["int"],
+])  # fmt: skip
+def test_stand_ins_of_other_bases_are_errors_of_ours_only(bases: list[str]) -> None:
+    """Not KeyboardInterrupt: the driver was not interrupted."""
+    error = stand_in(Raised("Mine", "text", "", "", None, bases))
+    assert type(error).__mro__[1] is DistError and str(error) == "text"
+
+
 @pytest.mark.parametrize(("outcome", "words"), [
     (Died(None, "SIGKILL"), "rank 1 was killed by SIGKILL (the kernel does that when memory runs out"),
+    (Died(None, "SIGKILL", "memory ran out"), "rank 1 was killed by SIGKILL: memory ran out"),
     (Died(None, "SIGSEGV"), "rank 1 was killed by SIGSEGV (a crash in native code"),
     (Died(None, "SIGUSR1"), "rank 1 was killed by SIGUSR1"),
     (Died(7, None), "rank 1 ended with exit code 7 without returning (os._exit"),
@@ -86,6 +143,44 @@ def test_death(outcome: Died, words: str) -> None:
 def test_other_verdicts(verdict: Verdict, kind: type[BaseException], words: str) -> None:
     error = given(verdict)
     assert type(error) is kind and words in str(error)
+
+
+STACK = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in train\n'
+
+
+def two_in_a_scene() -> Scene:
+    """Rank 0 waits for rank 1, which has returned."""
+    waits = [Wait("all_reduce", "0", 3, [0, 1])]
+    zero = Inspected(0, 0, 1, waits, {"0": 3}, True, STACK, has_answered=True)
+    return Scene({1: Inspected(0, 1, 1, done={"0": 2}, stack="x", has_answered=True), 0: zero}, {1: RETURNED}, 2)
+
+
+def test_hang_carries_stacks_and_collectives() -> None:
+    error = exception_for(Verdict("hang", detail="rank 0 waits"), {}, {}, None, two_in_a_scene())
+    assert isinstance(error, HangError) and str(error) == "rank 0 waits"
+    assert list(error.stacks.items()) == [(0, STACK), (1, "x")]
+    assert error.last_collectives == {0: "all_reduce #3", 1: "2 in the default group"}
+    assert error.__notes__ == ["stack of rank 0, innermost first:\n    /home/me/train.py:12 in train"]
+
+
+def test_deadline_carries_stacks() -> None:
+    verdict = Verdict("deadline", detail="rank 1 has ended and rank 0 has not.")
+    error = exception_for(verdict, {}, {}, 5.0, two_in_a_scene())
+    assert isinstance(error, DeadlineExceeded) and isinstance(error, TimeoutError)
+    assert str(error).endswith("its workers were killed. rank 1 has ended and rank 0 has not.")
+    assert dict(error.stacks) == {0: STACK, 1: "x"} and len(error.__notes__) == 1
+
+
+@pytest.mark.parametrize("kind", ["hang", "deadline"])
+def test_nobody_was_there_to_be_looked_at(kind: str) -> None:
+    for scene in (None, Scene({}, {}, 2)):
+        error = exception_for(Verdict(kind), {}, {}, 5.0, scene)
+        assert dict(error.stacks) == {} and not hasattr(error, "__notes__")  # type: ignore[attr-defined]
+
+
+def test_stacks_are_nothing_for_other_ends() -> None:
+    error = exception_for(Verdict("raised", 0), {0: raised(ValueError("bad"))}, {}, 5.0, two_in_a_scene())
+    assert not hasattr(error, "stacks")
 
 
 @pytest.mark.parametrize(
@@ -145,11 +240,41 @@ def test_notes_without_a_rank() -> None:
     assert notes(rank=-1, where="") == ["full log: /l"]
 
 
+def test_gloo_s_last_words_are_explained() -> None:
+    found = notes(tail=["terminate called", "what(): [enforce fail] op.preamble.length <= op.nbytes. 4 vs 8"])
+    assert found[1].startswith("gloo gave up because ranks called collectives with different sizes")
+
+
 def test_other_failures_equal_ones_in_one_line() -> None:
-    bad = raised(ValueError("bad"))
-    peer = Raised("RuntimeError", "Connection closed by peer", "", "", None)
-    outcomes = {0: bad, 3: bad, 2: bad, 1: peer, 4: Died(None, "SIGKILL"), 5: RETURNED, 6: Died(3, None, "sys.exit")}
+    bad, other = raised(ValueError("bad")), raised(KeyError("other"))
+    peer = Raised("RuntimeError", "Connection closed by peer", "", "", None, blames_peer=True)
+    outcomes = {
+        0: bad, 3: bad, 2: bad, 1: peer, 4: Died(None, "SIGKILL"), 5: RETURNED, 6: Died(3, None, "sys.exit"),
+        7: other, 8: Stopped(), 9: other, 10: Died(None, "SIGSEGV"),
+    }  # fmt: skip
     assert other_failures(outcomes, cause=0) == [
-        "ranks 2, 3 raised ValueError: bad",
+        "ranks 2-3: the same",
         "rank 6 ended with exit code 3: sys.exit",
+        "ranks 7, 9 raised KeyError: 'other'",
+        "rank 10 was killed by SIGSEGV (a crash in native code; the stack is in the log)",
     ]
+
+
+def test_all_others_failed_in_the_same_way() -> None:
+    bad = raised(ValueError("bad"))
+    assert other_failures(dict.fromkeys(range(8), bad), cause=0) == ["ranks 1-7: the same"]
+    assert other_failures({0: bad}, cause=0) == []
+    assert other_failures({0: bad, 1: RETURNED}, cause=-1) == ["rank 0 raised ValueError: bad"]
+
+
+def test_history_of_earlier_attempts() -> None:
+    attempts = [
+        AttemptInfo(0, "failed", "rank 1 was killed by SIGKILL", 1, steps=9, steps_lost=1),
+        AttemptInfo(1, "failed", "hang: rank 0 waits", steps=2, steps_lost=2, base=8),
+        AttemptInfo(2, "failed", "rank 0 raised ValueError: bad", 0, steps=3, base=8),
+    ]
+    assert history_of(attempts) == [
+        "attempt 0: rank 1 was killed by SIGKILL at step 9 (1 steps lost)",
+        "attempt 1: hang: rank 0 waits at step 10 (2 steps lost)",
+    ]
+    assert history_of(attempts[:1]) == [] and history_of([]) == []

@@ -154,6 +154,58 @@ def test_empty_reports_make_no_row() -> None:
     assert made.rows() == [{"step": 3, "x": 1}]
 
 
+def retold(attempt: int, rank: int, step: int, **metrics: float) -> Reported:
+    return Reported(attempt, rank, step, metrics, 1.0, {})
+
+
+def test_a_later_attempt_replaces_what_it_repeats() -> None:
+    """Both ranks had come to step 2; they start again from a checkpoint after step 0."""
+    made = history(*(told(rank, step, x=rank + step, y=7.0) for step in range(3) for rank in (0, 1)))
+    made.begin_attempt()
+    made.add(retold(1, 0, 1, x=10.0))
+    assert made.rows()[1] == {"step": 1, "x": 10.0, "y": 7.0}
+    made.add(retold(1, 1, 1, x=20.0))
+    assert [(row["step"], row["x"]) for row in made.rows()] == [(0, 0.5), (1, 15.0), (2, 2.5)]
+
+
+def test_latest_is_that_of_the_later_attempt() -> None:
+    """Though it has not come as far yet."""
+    made = history(told(0, 5, x=5.0, y=5.0), told(1, 5, x=5.0, y=5.0))
+    made.begin_attempt()
+    made.add(retold(1, 0, 3, x=3.0))
+    assert made.latest() == {"x": 3.0, "y": 5.0}
+    assert made.last_by_rank[0] == {"x": 3.0, "y": 5.0}
+
+
+def test_all_ranks_are_waited_for_again_in_a_new_attempt() -> None:
+    made = history(told(0, 0, x=1), told(1, 0, x=1), told(0, 1, x=1), told(1, 1, x=1))
+    made.finish_rank(0)
+    made.finish_rank(1)
+    assert settled(made) == [0, 1]
+    made.begin_attempt()
+    for step in (1, 2):
+        made.add(retold(1, 0, step, x=2))
+        assert settled(made) == []
+    for step in (1, 2):
+        made.add(retold(1, 1, step, x=4))
+    assert [(row["step"], row["x"]) for row in made.newly_settled()] == [(1, 3.0)]
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), values=st.integers(-9, 9)
+)
+def test_every_row_is_of_the_last_attempt_that_made_the_step(steps: list[tuple[int, int]], values: int) -> None:
+    """Attempts that begin at some step and come so far."""
+    made, expected = History(2), {}
+    for attempt, (start, count) in enumerate(steps):
+        made.begin_attempt()
+        for step in range(start, start + count):
+            for rank in (0, 1):
+                made.add(retold(attempt, rank, step, x=values * attempt + rank))
+            expected[step] = values * attempt + 0.5
+    assert {row["step"]: row["x"] for row in made.rows()} == expected
+
+
 _REPORTS = st.lists(
     st.builds(told, st.integers(0, 2), st.integers(0, 6), st.integers(1, 5), x=st.integers(-9, 9)), max_size=40
 )

@@ -62,6 +62,24 @@ def test_environment(tmp_path: Path) -> None:
     assert (found.gpu, found.trackers, found.run_dir) == (False, (), "/runs/1")
 
 
+def test_environment_of_the_options_about_failures(tmp_path: Path) -> None:
+    variables = {
+        "DISTSDK_MAX_RESTARTS": "3",
+        "DISTSDK_RESTART_ON": '["deaths", "errors"]',
+        "DISTSDK_STALL_TIMEOUT": "none",
+        "DISTSDK_STALL_WARN": "2.5",
+        "DISTSDK_GRACE_S": "1",
+    }
+    found = resolve({}, variables, pyproject(tmp_path, ""))
+    assert (found.max_restarts, found.restart_on) == (3, ("deaths", "errors"))
+    assert (found.stall_timeout, found.stall_warn, found.grace_s) == (None, 2.5, 1)
+
+
+def test_one_kind_of_failure_needs_no_list(tmp_path: Path) -> None:
+    assert resolve({}, {"DISTSDK_RESTART_ON": "hangs"}, pyproject(tmp_path, "")).restart_on == ("hangs",)
+    assert resolve({}, {}, pyproject(tmp_path, "restart_on = ['errors']")).restart_on == ("errors",)
+
+
 def test_name_that_looks_like_a_number(tmp_path: Path) -> None:
     """A text option stays a text."""
     assert resolve({}, {"DISTSDK_NAME": "42"}, pyproject(tmp_path, "")).name == "42"
@@ -117,6 +135,9 @@ def test_unknown_option_of_the_file_names_the_file(tmp_path: Path) -> None:
     ({"DISTSDK_WORKERS": "0"}, "", "environment variable DISTSDK_WORKERS"),
     ({"DISTSDK_START": "spawn"}, "", "environment variable DISTSDK_START"),
     ({}, "workers = -1", r"\[tool.distsdk\] in .*pyproject.toml"),
+    ({"DISTSDK_MAX_RESTARTS": "-1"}, "", "environment variable DISTSDK_MAX_RESTARTS"),
+    ({"DISTSDK_RESTART_ON": "crashes"}, "", "environment variable DISTSDK_RESTART_ON"),
+    ({}, "grace_s = 0", r"\[tool.distsdk\] in .*pyproject.toml"),
     ({}, "logs = 'some'", r"\[tool.distsdk\] in .*pyproject.toml"),
 ])  # fmt: skip
 def test_bad_value_names_its_source(tmp_path: Path, variables: dict[str, str], table: str, source: str) -> None:

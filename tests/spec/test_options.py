@@ -35,6 +35,27 @@ BAD: list[tuple[str, Any]] = [
     ("timeout", "5"),
     ("timeout", float("nan")),
     ("timeout", True),
+    ("max_restarts", -1),
+    ("max_restarts", 1.0),
+    ("max_restarts", True),
+    ("max_restarts", None),
+    ("max_restarts", "3"),
+    ("restart_on", ("death",)),
+    ("restart_on", "deaths"),
+    ("restart_on", ["deaths"]),
+    ("restart_on", None),
+    ("restart_on", ("deaths", 3)),
+    ("stall_warn", 0),
+    ("stall_warn", "30"),
+    ("stall_warn", True),
+    ("stall_warn", float("nan")),
+    ("stall_timeout", 0.0),
+    ("stall_timeout", -1),
+    ("stall_timeout", False),
+    ("grace_s", 0),
+    ("grace_s", -1.0),
+    ("grace_s", None),
+    ("grace_s", "5"),
     ("env", {"A": 1}),
     ("env", {1: "A"}),
     ("env", "A=1"),
@@ -63,6 +84,15 @@ GOOD: list[tuple[str, Any]] = [
     ("seed", None),
     ("timeout", 0.5),
     ("timeout", None),
+    ("max_restarts", 0),
+    ("max_restarts", 100),
+    ("restart_on", ()),
+    ("restart_on", ("deaths", "lost_nodes", "errors", "hangs")),
+    ("stall_warn", 0.5),
+    ("stall_warn", None),
+    ("stall_timeout", 3600),
+    ("stall_timeout", None),
+    ("grace_s", 0.1),
     ("env", {"A": "1"}),
     ("start", "exec"),
     ("logs", "all"),
@@ -120,6 +150,21 @@ def test_spellings() -> None:
     assert normalised(changes) == {"trackers": ("tensorboard",), "run_dir": "/a"}
     assert normalised({"trackers": "tensorboard"}) == {"trackers": ("tensorboard",)}
     assert changes["trackers"] == ["tensorboard"]
+    assert normalised({"restart_on": "errors"}) == {"restart_on": ("errors",)}
+    assert set(normalised({"restart_on": {"errors", "hangs"}})["restart_on"]) == {"errors", "hangs"}
+
+
+def test_failure_options_as_given() -> None:
+    options = Options().changed({"restart_on": ["errors"], "max_restarts": 2, "stall_timeout": None, "grace_s": 1})
+    assert (options.restart_on, options.max_restarts, options.stall_timeout) == (("errors",), 2, None)
+    with pytest.raises(UsageError, match="restart_on=.'crashes',. is not allowed: give a tuple of some of .'deaths'"):
+        options.changed({"restart_on": "crashes"})
+
+
+def test_failure_options_by_default() -> None:
+    options = Options()
+    assert (options.max_restarts, options.restart_on) == (0, ("deaths", "lost_nodes"))
+    assert (options.timeout, options.stall_warn, options.stall_timeout, options.grace_s) == (None, 30.0, 600.0, 5.0)
 
 
 def test_type_checkers_know_every_option() -> None:

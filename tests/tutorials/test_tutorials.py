@@ -74,6 +74,14 @@ def test_equivalence_is_proved_and_a_mistake_explained(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "it keeps its run folders to itself"
 
 
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    text = printed_by("06_failures_and_restarts.py", tmp_path)
+    assert "finished in attempt 1, epochs [0, 1, 2, 3, 4, 5]" in text
+    assert "attempt 0: failed, 100 steps, 13 lost; rank 1 was killed by SIGKILL" in text
+    assert "attempt 1: completed, 87 steps, 0 lost" in text
+    assert "ValueError: bad row\non rank 1 (" in text
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in TUTORIALS.glob("0*.py")))
 def test_a_tutorial_is_short(name: str) -> None:
     lines = (TUTORIALS / name).read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,129 @@
+"""The driver of chaos.py: gets plans as lines of JSON, makes the calls, says how each ended. One process for many runs.
+
+python chaos_driver.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+from chaos_plan import GRACE_S, HANGS, STALL_S, TIMEOUT_S, Plan
+
+import distsdk
+
+RESTARTED = ("deaths", "lost_nodes", "errors", "hangs")
+
+
+def main() -> None:
+    """Until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    number = -1
+    while True:
+        try:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            order = json.loads(line)
+            number = order["plan"]["number"]
+            answer = ended(Plan(**order["plan"]), Path(order["folder"]))
+        except KeyboardInterrupt:  # it came when the call was over
+            answer = {"ending": "completed", "back_s": time.monotonic(), "is_late": True}
+        answers.write(json.dumps({"number": number, **answer}) + "\n")
+
+
+def ended(plan: Plan, folder: Path) -> dict[str, object]:
+    """Make the call of one run; how it ended."""
+    before = surroundings()
+    error, result = None, None
+    try:
+        result = called(plan, folder)
+    except BaseException as caught:
+        error = caught
+    back_s = time.monotonic()
+    if isinstance(error, CancelledError):
+        result = distsdk.last_result()
+    elif error is not None:
+        result = getattr(error, "result", None)
+    return {
+        "ending": ending_of(error, result),
+        "back_s": back_s,
+        "text": "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", [])])[:2000],
+        "has_result": result is not None,
+        "status": result.status if result else "",
+        "attempts": [info.cause for info in result.attempts] if result else [],
+        "values": result.values if result else [],
+        "changed": [name for name, value in surroundings().items() if value != before[name]],
+    }
+
+
+def called(plan: Plan, folder: Path):
+    """The call itself, with the options of the plan."""
+    from chaos_training import train
+
+    waits = plan.fault in HANGS and plan.fault != "return_early"
+    call = distsdk.distributed(train).with_options(
+        workers=plan.workers, gpu=False, start=plan.start, max_restarts=plan.max_restarts, restart_on=RESTARTED,
+        grace_s=GRACE_S, run_dir=str(folder / "run"), logs="none", trackers=(),
+        stall_timeout=STALL_S if waits else 600.0, timeout=TIMEOUT_S if plan.fault == "timeout" else None,
+    )  # fmt: skip
+    (folder / "called").write_text(f"{time.monotonic()!r} {os.getpid()}")
+    if plan.fault not in ("cancel", "stop"):
+        return call(plan, str(folder))
+    job = call.submit(plan, str(folder))
+    requester = threading.Thread(target=request, args=(plan, folder, job))
+    requester.start()
+    try:
+        return job.result()
+    finally:
+        requester.join()  # result() of a job that is cancelled raises at once; cancel() returns when it is over
+
+
+def request(plan: Plan, folder: Path, job: distsdk.Job) -> None:
+    """At the moment of the plan, ask the job to end."""
+    awaited = "called" if plan.moment == "start" else f"{plan.moment}-0-{plan.rank}"
+    while not (folder / awaited).exists() and not job.done():
+        time.sleep(0.002)
+    time.sleep(plan.delay_s)
+    if job.done():
+        return
+    (folder / "hit-0").write_text(f"{time.monotonic()!r} 0")
+    if plan.fault == "cancel":
+        job.cancel()
+    else:
+        job.stop()
+
+
+def ending_of(error: BaseException | None, result: distsdk.Result | None) -> str:
+    """The ending in the words of `chaos_plan.allowed`."""
+    if error is None:
+        return result.status
+    rank = f" of rank {error.rank}" if isinstance(error, distsdk.WorkerDied) else ""
+    if isinstance(error, distsdk.WorkerDied):
+        how = error.signal or ("reason" if "KeyboardInterrupt" in str(error) else error.exit_code)
+        return f"WorkerDied {how}{rank}"
+    if type(error) is ValueError:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return f"ValueError of rank {notes.partition('on rank ')[2].partition(' ')[0]}"
+    return type(error).__name__
+
+
+def surroundings() -> dict[str, object]:
+    """What a call must leave as it was."""
+    return {
+        "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("distsdk")),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+    }
+
+
+if __name__ == "__main__":
+    main()

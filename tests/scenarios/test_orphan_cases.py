@@ -1,0 +1,321 @@
+"""What is left when a driver is killed, interrupted or hung up on: nothing; and what workers may still do: clean up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distsdk
+from distsdk import distributed
+from tests import zoo
+from tests.scenarios.drivers import Driver, driver, wait_until
+from tests.scenarios.endings import ended
+
+GONE_S = 5.0
+"""All that a dead driver had started is gone by then."""
+
+ENDLESS = """
+    import os, subprocess, sys, tempfile, time
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False, start=sys.argv[1])
+    def train():
+        subprocess.Popen(["sh", "-c", "trap '' TERM HUP INT; while :; do sleep 600; done"], start_new_session=True)
+        reading = iter(DataLoader(TensorDataset(torch.zeros(64, 1000)), num_workers=2, prefetch_factor=2))
+        next(reading)
+        open(f"ready-{distsdk.context().rank}", "w").close()
+        time.sleep(600)
+
+    train()
+"""
+"""Each worker has loader processes, with batches in shared memory, and a process in a session of its own."""
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+def test_the_driver_is_killed_while_its_workers_work(tmp_path: Path, start: str) -> None:
+    with driver(tmp_path, ENDLESS, start) as killed:
+        killed.wait_for("ready")
+        assert len(killed.pids) > 10
+        shared = torch_files_of(killed)
+        killed.process.kill()
+        killed.process.wait()
+        killed.assert_nothing_left(GONE_S)
+        assert not [name for name in shared if os.path.exists(f"/dev/shm/{name}")]
+
+
+def torch_files_of(running: Driver) -> list[str]:
+    """Files in shared memory of the processes below a driver."""
+    starts = tuple(f"torch_{pid}_" for pid in running.pids)
+    return [name for name in os.listdir("/dev/shm") if name.startswith(starts)]
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.0, 1.8, *(
+    pytest.param(number / 10, marks=pytest.mark.slow) for number in range(1, 40, 2)
+)])  # fmt: skip
+def test_the_driver_is_killed_while_its_workers_start(tmp_path: Path, delay: float) -> None:
+    with driver(tmp_path, ENDLESS, "fork") as killed:
+        wait_until(lambda: len(killed.pids) > 1, "an agent", patience_s=30)
+        time.sleep(delay)
+        killed.process.kill()
+        killed.process.wait()
+        killed.assert_nothing_left(GONE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [number / 5 for number in range(1, 25, 2)])
+def test_the_driver_is_killed_while_exec_ed_workers_start(tmp_path: Path, delay: float) -> None:
+    with driver(tmp_path, ENDLESS, "exec") as killed:
+        wait_until(lambda: len(killed.pids) > 1, "an agent", patience_s=30)
+        time.sleep(delay)
+        killed.process.kill()
+        killed.process.wait()
+        killed.assert_nothing_left(GONE_S)
+
+
+CLEANS_UP = """
+    import signal, sys, time
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False, start=sys.argv[1], grace_s=float(sys.argv[2]))
+    def train():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        rank = distsdk.context().rank
+        distsdk.report({"loss": 1.0})
+        open(f"ready-{rank}", "w").close()
+        try:
+            time.sleep(600)
+        finally:
+            print("cleanup", flush=True)
+            open(f"clean-{rank}", "w").close()
+
+    train()
+"""
+
+
+@pytest.mark.parametrize("grace_s", [0.5, pytest.param(5.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+def test_a_signal_that_ends_the_driver_leaves_time_to_clean_up(
+    tmp_path: Path, number: signal.Signals, start: str, grace_s: float
+) -> None:
+    with driver(tmp_path, CLEANS_UP, start, str(grace_s)) as ending:
+        ending.wait_for("ready")
+        ending.process.send_signal(number)
+        status, _ = ending.ended(within_s=10)
+        ending.assert_nothing_left(GONE_S)
+    assert status in (-number, 128 + number)
+    assert sorted(file.name for file in tmp_path.glob("clean-*")) == ["clean-0", "clean-1"]
+    logs = sorted(tmp_path.glob("distsdk_runs/*/logs/rank-*.log"))
+    assert [log.read_text() for log in logs] == ["cleanup\n"] * 2
+
+
+TRAINS = """
+    import signal, sys, time
+    import torch
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False)
+    def train():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rank, step = distsdk.context().rank, 0
+        try:
+            while True:
+                optimizer.zero_grad()
+                model(torch.ones(4, 2)).sum().backward()
+                optimizer.step()
+                step += 1
+                distsdk.report({"step": step})
+                if step == 5:
+                    open(f"ready-{rank}", "w").close()
+                time.sleep(0.01)
+        except BaseException as error:
+            with open(f"end-{rank}", "w") as file:
+                file.write(f"{type(error).__name__} {step}")
+            raise
+
+    train()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_loop_is_stopped_at_the_same_step_on_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    with driver(tmp_path, TRAINS) as ending:
+        ending.wait_for("ready")
+        ending.process.send_signal(number)
+        _, output = ending.ended(within_s=4)  # before any grace is over
+        ending.assert_nothing_left(GONE_S)
+    ends = [(tmp_path / f"end-{rank}").read_text() for rank in range(2)]
+    assert ends[0] == ends[1] and ends[0].startswith("StopTraining "), output
+
+
+INTERRUPTED = """
+    import sys, time
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False, grace_s=float(sys.argv[1]))
+    def train():
+        rank = distsdk.context().rank
+        distsdk.report({"loss": 1.0})
+        open(f"ready-{rank}", "w").close()
+        try:
+            time.sleep(600)
+        finally:
+            time.sleep(0.5)
+            open(f"clean-{rank}", "w").close()
+
+    try:
+        train()
+    except KeyboardInterrupt as interrupt:
+        print("KI", interrupt.result.status, interrupt.result.metrics)
+"""
+LONG_GRACE = pytest.param("5.0", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("grace_s", ["1.0", LONG_GRACE])
+@pytest.mark.parametrize("whom", ["group", "driver"])
+def test_ctrl_c_once_lets_workers_clean_up(tmp_path: Path, whom: str, grace_s: str) -> None:
+    with driver(tmp_path, INTERRUPTED, grace_s, process_group=0) as interrupted:
+        interrupted.wait_for("ready")
+        if whom == "group":
+            os.killpg(interrupted.process.pid, signal.SIGINT)
+        else:
+            interrupted.process.send_signal(signal.SIGINT)
+        status, output = interrupted.ended(within_s=10)
+        interrupted.assert_nothing_left(GONE_S)
+    lines = output.splitlines()
+    assert [text for text in lines if text.startswith("KI")] == ["KI interrupted {'loss': 1.0}"], output
+    assert len(lines) < 50
+    assert status == 0
+    assert sorted(file.name for file in tmp_path.glob("clean-*")) == ["clean-0", "clean-1"]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3, 1.3])
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path, pause: float) -> None:
+    with driver(tmp_path, INTERRUPTED, "60", process_group=0) as interrupted:
+        interrupted.wait_for("ready")
+        os.killpg(interrupted.process.pid, signal.SIGINT)
+        time.sleep(pause)
+        os.killpg(interrupted.process.pid, signal.SIGINT)
+        _, output = interrupted.ended(within_s=6 if pause else 66)  # two at once may arrive as one
+        interrupted.assert_nothing_left(GONE_S)
+    lines = output.splitlines()
+    assert sum(text.startswith("KI") for text in lines) == 1, output
+    assert len(lines) < 50
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4, 1.2])
+def test_ctrl_c_while_workers_start(tmp_path: Path, delay: float) -> None:
+    script = """
+        import time
+        print("here", flush=True)
+        import distsdk
+        try:
+            open("begun-0", "w").close()
+            distsdk.distributed(workers=2, gpu=False)(lambda: time.sleep(600))()
+        except KeyboardInterrupt:
+            print("KI")
+    """
+    with driver(tmp_path, script, process_group=0) as interrupted:
+        interrupted.wait_for("begun", count=1)
+        time.sleep(delay)
+        os.killpg(interrupted.process.pid, signal.SIGINT)
+        _, output = interrupted.ended(within_s=15)
+        interrupted.assert_nothing_left(GONE_S)
+    assert output.count("KI\n") == 1, output
+    assert len(output.splitlines()) < 50
+
+
+def test_calls_after_an_interrupted_one_work_at_once() -> None:
+    @distributed(workers=2, gpu=False, logs="none", grace_s=0.3)
+    def train(is_slow: bool) -> int:
+        if is_slow:
+            distsdk.report({"loss": 1.0})
+            time.sleep(600)
+        return distsdk.context().rank
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    ending = ended(train, True, within_s=15)
+    timer.join()
+    assert type(ending.error) is KeyboardInterrupt
+    assert ending.error.result.status == "interrupted"
+    assert ending.error.result.metrics == {"loss": 1.0}
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+    for _ in range(3):
+        begin = time.monotonic()
+        assert train(False).values == [0, 1]
+        assert time.monotonic() - begin < 10
+
+
+def test_a_handler_of_the_users_own_is_left_alone() -> None:
+    """Then the interrupt is the user's to handle, and the run goes on."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: seen.append(number))
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        result = distributed(workers=2, gpu=False, logs="none")(zoo.sleeps)(1.5)
+        own = signal.getsignal(signal.SIGINT)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    assert (result.values, seen) == (["slept"] * 2, [signal.SIGINT])
+    assert getattr(own, "__name__", "") == "<lambda>"
+
+
+def test_an_interrupt_before_a_call_in_another_thread_reaches_the_main_thread_only() -> None:
+    """Such a call is none that Ctrl-C could end: the main thread is interrupted, and the run goes on."""
+    results: list[Any] = []
+    call = distributed(workers=2, gpu=False, logs="none")(zoo.sleeps)
+    thread = threading.Thread(target=lambda: results.append(call(1.5)))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    thread.join()
+    assert results[0].values == ["slept"] * 2
+
+
+def state_of_the_driver() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "handlers": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "wake-up": signal.set_wakeup_fd(-1),
+        "excepthook": (sys.excepthook, threading.excepthook),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "torch files": [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")],
+        "group": dist.is_initialized(),
+        "random": torch.get_rng_state().tolist(),
+        "children": subprocess.run(["ps", "--ppid", str(os.getpid())], capture_output=True).stdout.count(b"defunct"),
+    }
+
+
+def test_the_driver_is_as_before_after_many_good_and_bad_runs() -> None:
+    good = distributed(workers=2, gpu=False, logs="none")(zoo.rank)
+    bad = distributed(workers=2, gpu=False, logs="none", timeout=30)(zoo.if_rank)
+    ends = [zoo.raises, zoo.kills_itself, zoo.vanishes, zoo.raises_keyboard_interrupt, zoo.leaves_a_child_and_dies]
+    good()
+    before = state_of_the_driver()
+    for creature in itertools.chain(ends, ends[:1]):
+        assert good().values == [0, 1]
+        assert ended(bad, 1, creature).error is not None
+    after = state_of_the_driver()
+    assert [name for name in before if before[name] != after[name]] == []
