@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from distsdk.agent.reaping import collect, kill_group, kill_orphans
+from distsdk.spec import WorkerSpec
 from distsdk.wire.channel import channel_pair, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
@@ -33,7 +34,7 @@ class Starter(Protocol):
     def when_ready(self, then: OnReady) -> None:
         """Call `then` with "" when workers can be started, or with the reason why not."""
 
-    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+    def start(self, descriptors: list[int], spec: WorkerSpec, on_pid: OnPid, on_gone: OnGone) -> None:
         """Start one with [control, stdout, stderr], which are closed here.
 
         `on_gone` is called after everything in the worker's group is dead, and its orphans too.
@@ -55,17 +56,17 @@ class ExecStarter:
         """At once."""
         then("")
 
-    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+    def start(self, descriptors: list[int], spec: WorkerSpec, on_pid: OnPid, on_gone: OnGone) -> None:
         """Start ``python -m distsdk.worker.main``."""
         control, out, err = descriptors
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "distsdk.worker.main", str(control), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=[control], start_new_session=True,
-            env={**env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+            env={**spec.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         )  # fmt: skip
         close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
-        self._children[pidfd] = (child, _start_guard(child.pid))
+        self._children[pidfd] = (child, _start_guard(child.pid, spec.socket_folder))
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
         on_pid(child.pid)
 
@@ -90,11 +91,15 @@ class ExecStarter:
             kill_group(child.pid)
 
 
-def _start_guard(group: int) -> subprocess.Popen[bytes]:
-    """A shell that waits for a word from this process, and kills the group if it hears none: when the agent itself is
-    killed, the kernel ends the workers (PDEATHSIG), but not what they had started."""
+_GUARD = 'read -r _ && exit; kill -KILL "-$1"; if [ -n "$2" ]; then rm -rf "$2"; fi'
+
+
+def _start_guard(group: int, folder: str) -> subprocess.Popen[bytes]:
+    """A shell that waits for a word from this process, and kills the group and removes the folder of its sockets if it
+    hears none: when the agent itself is killed, the kernel ends the workers (PDEATHSIG), but not what they had started.
+    """
     return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _ || kill -KILL "-$1"', "guard", str(group)],
+        ["/bin/sh", "-c", _GUARD, "guard", str(group), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -134,7 +139,7 @@ class ForkStarter:
         else:
             then(self._answer)
 
-    def start(self, descriptors: list[int], env: dict[str, str], on_pid: OnPid, on_gone: OnGone) -> None:
+    def start(self, descriptors: list[int], spec: WorkerSpec, on_pid: OnPid, on_gone: OnGone) -> None:
         """Ask for a fork; the environment is applied by the worker itself."""
         self._num_tickets += 1
         self._tickets[self._num_tickets] = _Ticket(on_pid, on_gone)

@@ -79,7 +79,7 @@ class WorkerLink:
         self._loop.talk(self._channel, self._on_event, self.kill)
         self._channel.send(Assign(self.spec, payload), [*attached, self._box])
         descriptors = [self._theirs.detach(), out_write, err_write]
-        starter.start(descriptors, self.spec.env, self._on_pid, partial(self._on_gone, on_gone))
+        starter.start(descriptors, self.spec, self._on_pid, partial(self._on_gone, on_gone))
         self.is_started = True
 
     def _on_pid(self, pid: int) -> None:

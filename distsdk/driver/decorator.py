@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overlo
 
 from distsdk.driver.call import prepare_call
 from distsdk.driver.display import tell_stopped
-from distsdk.driver.interrupts import stopping_first
+from distsdk.driver.interrupts import stopping_first, wait_until_stopped
 from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
@@ -198,11 +198,7 @@ def _came_from(job: Job[Any], error: BaseException) -> bool:
 
 def _end_stopped(job: Job[Any], stopper: BaseException) -> None:
     """Stop at a boundary; a second interrupt kills. The partial Result goes onto `stopper`."""
-    try:
-        job.stop(reason=f"{type(stopper).__name__} in the driver")
-        wait([job])
-    except BaseException:
-        job.cancel()
+    wait_until_stopped(job, f"{type(stopper).__name__} in the driver")
     result = last_result() if job.cancelled() or job.exception() else job.result()
     if result is not None:
         attach_result(stopper, result)

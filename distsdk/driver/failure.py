@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def _instance_of(outcome: Raised) -> BaseException:
 def described(outcome: Outcome) -> str:
     """How a rank ended, as the end of a sentence that starts with the rank."""
     if isinstance(outcome, Raised):
-        return f"raised {outcome.type_name}: {outcome.message[:200]}"
+        return f"raised {outcome.type_name}: {textwrap.shorten(outcome.message, 200, placeholder=' ...')}"
     if isinstance(outcome, Returned):
         return "returned"
     if isinstance(outcome, Stopped):

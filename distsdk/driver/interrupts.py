@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -26,8 +27,7 @@ def stopping_first(job: Job[Any]) -> Iterator[None]:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        grace_s = None if len(received) == 1 else 0.0
-        job.stop(grace_s, f"the driver got {signal.Signals(number).name}")
+        job.interrupt(f"the driver got {signal.Signals(number).name}")
 
     before = _installed(on_signal)
     try:
@@ -38,6 +38,16 @@ def stopping_first(job: Job[Any]) -> Iterator[None]:
         if received:
             _flush_streams()
             os.kill(os.getpid(), received[0])
+
+
+def wait_until_stopped(job: Job[Any], reason: str) -> None:
+    """Interrupt `job` and wait for its end, which comes within the grace; whatever interrupts the wait kills it."""
+    while not job.done():
+        try:
+            job.interrupt(reason)
+            wait([job])
+        except BaseException:
+            continue
 
 
 def _installed(on_signal: Any) -> dict[int, Any]:

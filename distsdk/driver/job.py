@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - while it can be: not by the run's thread when the main one has ended
 import contextlib
 import threading
 from concurrent.futures import Future, InvalidStateError
@@ -11,7 +12,8 @@ from distsdk.driver.call import Call
 from distsdk.driver.events import StopRequested
 from distsdk.driver.result import Result, remember
 from distsdk.driver.run import Run
-from distsdk.errors import UsageError
+from distsdk.errors import AgentStartError, UsageError
+from distsdk.wire.channel import close_all
 
 R = TypeVar("R")
 
@@ -30,7 +32,12 @@ class Job(Future[Result[R]], Generic[R]):
         self.path = str(call.folder.path)
         """The run folder."""
         self._folder, self._num_ranks, self._grace_s = call.folder, call.plan.num_workers, call.options.grace_s
-        self._run = Run(call)
+        try:
+            self._run = Run(call)
+        except OSError as error:
+            close_all(call.descriptors)
+            raise AgentStartError(f"this process cannot open what a run needs: {error}") from error
+        self._num_interrupts = 0
         self._over = threading.Event()
         self._cancel_lock = threading.Lock()
         self._is_notified = False
@@ -79,6 +86,11 @@ class Job(Future[Result[R]], Generic[R]):
         KeyboardInterrupt, and is killed 2 seconds later. `reason` is kept in ``result.attempts``.
         """
         self._run.request(StopRequested(self._grace_s if grace_s is None else grace_s, reason))
+
+    def interrupt(self, reason: str) -> None:
+        """As Ctrl-C does: the first one asks to stop at the next step boundary, every other kills at once."""
+        self._num_interrupts += 1
+        self.stop(None if self._num_interrupts == 1 else 0.0, reason)
 
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
         """Where each rank is now: the Python stacks of all its threads, innermost frame first, the main thread last;

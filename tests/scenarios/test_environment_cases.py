@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import distsdk
-from distsdk import WorkerDied, distributed
+from distsdk import AgentLost, WorkerDied, distributed
 from distsdk.agent.sockets import LONGEST_ADDRESS, new_socket_folder, remove_socket_folder
 from distsdk.backends.local import LocalBackend
 from distsdk.driver.inherited import LAUNCHER_VARIABLES, inherited_note
@@ -286,6 +287,22 @@ def test_killed_workers_leave_nothing_in_the_temporary_folder(tmp_path: Path, st
         with pytest.raises(WorkerDied):
             distributed(workers=2, gpu=False, start=start)(loaded)(1)
     assert set(os.listdir(tmp_path)) <= {"distsdk_runs", "torchinductor_" + getpass.getuser()}
+
+
+def test_a_killed_agent_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    def train() -> None:
+        (folder,) = (name for name in os.listdir(tmp_path) if name.startswith("distsdk-"))
+        os.kill(int(folder.split("-")[1]), signal.SIGKILL)
+        time.sleep(60)
+
+    distsdk.cool()
+    with surroundings({"TMPDIR": str(tmp_path)}), pytest.raises(AgentLost):
+        distributed(workers=1, gpu=False, start="fork")(train)()
+    end = time.monotonic() + 10
+    while (left := list(tmp_path.glob("distsdk-*"))) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left
+    distsdk.cool()  # the next one is not to have this folder
 
 
 def test_a_folder_for_sockets_is_short_and_elsewhere_if_need_be(tmp_path: Path) -> None:
