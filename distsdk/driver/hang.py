@@ -37,11 +37,15 @@ class Scene:
 
     def waits_of(self, rank: int) -> list[Wait]:
         """The collectives that a live rank cannot go on without. A GPU's work goes on beside the main thread, so there
-        any that is not over counts."""
+        those count too that a rank has left for good."""
         seen = self.seen.get(rank)
-        if seen is None or rank in self.outcomes or not (seen.is_blocked or self.on_gpu):
+        if seen is None or rank in self.outcomes:
             return []
-        return list(seen.waits)
+        if seen.is_blocked:
+            return list(seen.waits)
+        if not self.on_gpu:
+            return []
+        return [wait for wait in seen.waits if not self.outcomes.keys().isdisjoint(self.missing(rank, wait))]
 
     def waiting(self) -> list[int]:
         """Live ranks that wait in a collective."""
@@ -83,8 +87,6 @@ def _match(one: Wait, other: Wait) -> bool:
 def stuck(scene: Scene) -> list[int]:
     """The live ranks that can never go on, whatever the others do."""
     free = set(scene.live()) - set(scene.waiting())
-    silent = [rank for rank in scene.live() if rank not in scene.seen]
-    free.update(silent)
     while True:
         more = {rank for rank in scene.waiting() if rank not in free and _can_end(scene, rank, free)}
         if not more:
