@@ -14,6 +14,8 @@ import signal
 import time
 from collections.abc import Collection
 
+MANAGERS_S = 0.3
+"""How long a process that removes shared files gets for it."""
 LIMIT_S = 1.0
 """What is not gone after this long, though killed, is left to the kernel."""
 
@@ -21,9 +23,43 @@ LIMIT_S = 1.0
 def kill_group(pid: int) -> None:
     """SIGKILL the process group that a worker leads, and the worker itself, which leads none yet when it has only just
     been forked; harmless when it is gone."""
+    if _has_shared_files():
+        _let_managers_clean_up(pid)
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def _has_shared_files() -> bool:
+    try:
+        return any(name.startswith("torch_") for name in os.listdir("/dev/shm"))
+    except OSError:
+        return False
+
+
+def _let_managers_clean_up(group: int) -> None:
+    """With its sharing strategy "file_system", torch has a process in the group that removes files in shared memory
+    when all others are gone: it is the last to be killed."""
+    members = [pid for pid in _all_pids() if _stat(pid)[2:3] == [str(group)]]
+    managers = [pid for pid in members if "torch_shm_manager" in _read_or_nothing(f"/proc/{pid}/cmdline")]
+    if managers:
+        for pid in {*members} - {*managers}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        end_s = time.monotonic() + MANAGERS_S
+        for pid in managers:
+            _is_gone(pid, end_s - time.monotonic())
+
+
+def kill_marked(run_id: str) -> None:
+    """Kill every process whose environment says that it was started by a worker of this run: when those who would have
+    inherited it were killed themselves."""
+    mark = f"\0TORCHELASTIC_RUN_ID={run_id}\0"
+    for _ in range(2):  # what was being started meanwhile
+        for pid in _all_pids():
+            if mark in f"\0{_read_or_nothing(f'/proc/{pid}/environ')}" and pid != os.getpid():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def collect(pid: int) -> tuple[int, int]:
@@ -46,17 +82,23 @@ def kill_orphans(known: Collection[int]) -> None:
 
 def _collected(pid: int, limit_s: float) -> bool:
     """Wait for a killed child; False when it is not gone in time (it may hang in the kernel)."""
+    if not _is_gone(pid, limit_s):
+        return False
+    with contextlib.suppress(OSError):  # collected already
+        os.waitpid(pid, os.WNOHANG)
+    return True
+
+
+def _is_gone(pid: int, limit_s: float) -> bool:
+    """Wait for the end of any process."""
     try:
         pidfd = os.pidfd_open(pid)
-        try:
-            if not select.select([pidfd], [], [], max(0.0, limit_s))[0]:
-                return False
-        finally:
-            os.close(pidfd)
-        os.waitpid(pid, os.WNOHANG)
-    except OSError:  # collected already
-        pass
-    return True
+    except OSError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], max(0.0, limit_s))[0])
+    finally:
+        os.close(pidfd)
 
 
 def children_of(pid: int) -> list[int]:
@@ -65,14 +107,23 @@ def children_of(pid: int) -> list[int]:
         threads = os.listdir(f"/proc/{pid}/task")
         return [int(child) for thread in threads for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
     except OSError:  # it is gone, or the kernel keeps no such list
-        return [child for name in os.listdir("/proc") if name.isdigit() and _parent_of(child := int(name)) == pid]
+        return [child for child in _all_pids() if _stat(child)[1:2] == [str(pid)]]
 
 
-def _parent_of(pid: int) -> int:
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, ... of a process (proc(5)); nothing when it is gone."""
+    return _read_or_nothing(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read_or_nothing(path: str) -> str:
     try:
-        return int(_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
+        return _read(path)
     except OSError:
-        return 0
+        return ""
 
 
 def _read(path: str) -> str:

@@ -66,7 +66,7 @@ class ExecStarter:
         )  # fmt: skip
         close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
-        self._children[pidfd] = (child, _start_guard(child.pid, spec.socket_folder))
+        self._children[pidfd] = (child, _start_guard(child.pid, spec))
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
         on_pid(child.pid)
 
@@ -91,15 +91,22 @@ class ExecStarter:
             kill_group(child.pid)
 
 
-_GUARD = 'read -r _ && exit; kill -KILL "-$1"; if [ -n "$2" ]; then rm -rf "$2"; fi'
+_GUARD = """
+read -r _ && exit
+kill -KILL "-$1"
+[ -z "$2" ] || rm -rf "$2"
+for process in /proc/[0-9]*; do
+    tr "\\0" "\\n" 2>/dev/null <"$process/environ" | grep -qx "TORCHELASTIC_RUN_ID=$3" && kill -KILL "${process#/proc/}"
+done
+"""
+"""Waits for a word from the agent; without one, ends the group, removes the folder, and ends what bears the mark."""
 
 
-def _start_guard(group: int, folder: str) -> subprocess.Popen[bytes]:
-    """A shell that waits for a word from this process, and kills the group and removes the folder of its sockets if it
-    hears none: when the agent itself is killed, the kernel ends the workers (PDEATHSIG), but not what they had started.
-    """
+def _start_guard(group: int, spec: WorkerSpec) -> subprocess.Popen[bytes]:
+    """A shell for the case that the agent itself is killed: the kernel ends the workers (PDEATHSIG), but not what they
+    had started."""
     return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "guard", str(group), folder],
+        ["/bin/sh", "-c", _GUARD, "guard", str(group), spec.socket_folder, spec.run_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import distsdk
 from distsdk.agent.devices import count_gpus
+from distsdk.agent.reaping import kill_marked
 from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.errors import AgentStartError
 from distsdk.spec import NodeInfo
@@ -53,7 +54,7 @@ class LocalBackend:
         for _ in range(2):  # the agent may have retired just now
             agent = _pool.agent(key, launch.env)
             try:
-                return [LocalAgentHandle(agent, launch.start)]
+                return [LocalAgentHandle(agent, launch)]
             except ChannelClosed:
                 _pool.discard(agent)
         raise AgentStartError(f"the local agent ends as soon as it is started. It printed: {agent.tail() or 'nothing'}")
@@ -127,12 +128,12 @@ def _path_to_ourselves(env: Mapping[str, str]) -> dict[str, str]:
 class LocalAgentHandle:
     """One run on a local agent."""
 
-    def __init__(self, agent: _Agent, start: str) -> None:
-        self._agent = agent
+    def __init__(self, agent: _Agent, launch: AgentLaunch) -> None:
+        self._agent, self._run_id = agent, launch.run_id
         self.channel, theirs = channel_pair()
         with theirs:
             try:
-                agent.channel.send(Open(start), [theirs.fileno()])
+                agent.channel.send(Open(launch.start), [theirs.fileno()])
             except ChannelClosed:
                 self.channel.close()
                 raise
@@ -150,6 +151,8 @@ class LocalAgentHandle:
             with contextlib.suppress(ChannelClosed):
                 self.channel.send(Stop(0))  # or the agent would think that the driver is gone
             self.channel.close()
+            if self.poll() is not None:  # what it would have ended itself
+                kill_marked(self._run_id)
             _pool.count(self._agent, -1)
 
     def tail(self) -> str:
