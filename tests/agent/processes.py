@@ -63,11 +63,12 @@ def is_alive(pid: int) -> bool:
 
 def below(pid: int) -> list[int]:
     """All living descendants of a process."""
-    tasks = Path(f"/proc/{pid}/task")
-    with suppress(OSError):
-        children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-        return [pid for child in children if is_alive(child) for pid in (child, *below(child))]
-    return []
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            children = [int(child) for child in (task / "children").read_text().split()]
+            found += [each for child in children if is_alive(child) for each in (child, *below(child))]
+    return found
 
 
 class Talker(Channel):
