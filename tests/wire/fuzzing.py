@@ -107,6 +107,8 @@ class Stream:
     pieces: list[Piece] = field(default_factory=list)
     good: list[tuple[bytes, int]] = field(default_factory=list)
     """Body and number of descriptors of each message that must arrive whatever comes after it."""
+    kinds: tuple[type[Message], ...] = KINDS
+    """Types of the messages in it."""
     num_frames: int = 0
     fault: str = ""
     is_refused: bool = False
@@ -124,18 +126,18 @@ class Stream:
         self.num_frames += 1
 
 
-def any_stream(random: Random, data: bytes) -> Stream:
+def any_stream(random: Random, data: bytes, kinds: tuple[type[Message], ...] = KINDS) -> Stream:
     """Some messages, a fault, sometimes more messages; cut into pieces of any size."""
-    stream = Stream()
+    stream = Stream(kinds=kinds)
     for _ in range(random.randrange(5)):
-        stream.add_good(encode(any_message(random, data)), random.choice([0, 0, 0, 1, 3, MAX_DESCRIPTORS]))
+        stream.add_good(encode(any_message(random, data, kinds)), random.choice([0, 0, 0, 1, 3, MAX_DESCRIPTORS]))
     stream.fault = random.choice(list(FAULTS))
     FAULTS[stream.fault](stream, random, data)
     if stream.fault in ENDS_IN_MID_FRAME:
         stream.pieces = list(_cut(stream.pieces, random))
         return stream
     for _ in range(random.randrange(3)):  # after a fault: these may arrive, or not
-        stream.add_bad(Piece(framed(encode(any_message(random, data)))))
+        stream.add_bad(Piece(framed(_body(stream, random, data))))
     stream.pieces = list(_cut(stream.pieces, random))
     return stream
 
@@ -154,8 +156,8 @@ def _cut(pieces: list[Piece], random: Random) -> Iterator[Piece]:
             data, count = data[size:], 0
 
 
-def _body(random: Random, data: bytes) -> bytes:
-    return encode(any_message(random, data))
+def _body(stream: Stream, random: Random, data: bytes) -> bytes:
+    return encode(any_message(random, data, stream.kinds))
 
 
 def _no_fault(_stream: Stream, _random: Random, _data: bytes) -> None:
@@ -177,48 +179,50 @@ def _framed_pickle(stream: Stream, _random: Random, data: bytes) -> None:
 
 
 def _torn(stream: Stream, random: Random, data: bytes) -> None:
-    frame, count = framed(_body(random, data), 1), 1
+    frame, count = framed(_body(stream, random, data), 1), 1
     stream.add_bad(Piece(frame[: random.randrange(1, len(frame))], count))
 
 
 def _huge(stream: Stream, random: Random, data: bytes) -> None:
     stream.is_refused = True
     size = random.choice([MAX_FRAME_BYTES + 1, 1 << 31, 1 << 32, 1 << 40, 1 << 63, (1 << 64) - 1])
-    stream.add_bad(Piece(framed(_body(random, data), 1, size), 1))
+    stream.add_bad(Piece(framed(_body(stream, random, data), 1, size), 1))
 
 
 def _other_length(stream: Stream, random: Random, data: bytes) -> None:
     """The header is right about nothing."""
-    body = _body(random, data)
+    body = _body(stream, random, data)
     stream.add_bad(Piece(framed(body, 0, max(0, len(body) + random.choice([-3, -1, 1, 2, 100])))))
 
 
 def _too_few_descriptors(stream: Stream, random: Random, data: bytes) -> None:
     stream.is_refused = True
     count = random.randrange(1, MAX_DESCRIPTORS + 1)
-    stream.add_bad(Piece(framed(_body(random, data), count), random.randrange(count)))
+    stream.add_bad(Piece(framed(_body(stream, random, data), count), random.randrange(count)))
 
 
 def _too_many_descriptors(stream: Stream, random: Random, data: bytes) -> None:
     """The frame itself is well-formed and may arrive; then it ends."""
     count = random.randrange(MAX_DESCRIPTORS)
-    stream.add_bad(Piece(framed(_body(random, data), count), random.randrange(count + 1, 3 * MAX_DESCRIPTORS)))
+    stream.add_bad(Piece(framed(_body(stream, random, data), count), random.randrange(count + 1, 3 * MAX_DESCRIPTORS)))
 
 
 def _late_descriptors(stream: Stream, random: Random, data: bytes) -> None:
     """They ride on the last byte, not on the first."""
-    frame = framed(_body(random, data), 2)
+    frame = framed(_body(stream, random, data), 2)
     stream.add_bad(Piece(frame[:-1]), Piece(frame[-1:], 2))
 
 
 def _count_beyond_limit(stream: Stream, random: Random, data: bytes) -> None:
     stream.is_refused = True
-    stream.add_bad(Piece(framed(_body(random, data), random.randrange(MAX_DESCRIPTORS + 1, 256)), MAX_DESCRIPTORS))
+    stream.add_bad(
+        Piece(framed(_body(stream, random, data), random.randrange(MAX_DESCRIPTORS + 1, 256)), MAX_DESCRIPTORS)
+    )
 
 
 def _mutated(stream: Stream, random: Random, data: bytes) -> None:
     """A few bytes of the body are others, or gone, or new: it may still be a message."""
-    body = bytearray(_body(random, data))
+    body = bytearray(_body(stream, random, data))
     for _ in range(random.randrange(1, 4)):
         place = random.randrange(len(body))
         body[place : place + random.randrange(2)] = random.randbytes(random.randrange(3))
@@ -228,7 +232,7 @@ def _mutated(stream: Stream, random: Random, data: bytes) -> None:
 
 def _interleaved(stream: Stream, random: Random, data: bytes) -> None:
     """Two writers that do not take turns."""
-    first, second = framed(_body(random, data)), framed(_body(random, data))
+    first, second = framed(_body(stream, random, data)), framed(_body(stream, random, data))
     cut, other = random.randrange(1, len(first)), random.randrange(1, len(second))
     parts = [first[:cut], second[:other], first[cut:], second[other:]]
     stream.add_bad(*map(Piece, parts))
