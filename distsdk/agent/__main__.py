@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import sys
 from functools import partial
 
@@ -70,12 +71,10 @@ class Agent:
             self._loop.stop()
 
     def _on_pool(self, message: Message, descriptors: list[int]) -> None:
-        if not isinstance(message, Open) or len(descriptors) != 1:
+        channel = _channel_in(descriptors) if isinstance(message, Open) else None
+        if not isinstance(message, Open) or channel is None:
             close_all(descriptors)
             return
-        sock = socket.socket(fileno=descriptors[0])
-        sock.setblocking(False)
-        channel = Channel(sock)
         self._num_opened += 1
         if message.start == "exec":
             self._open(channel, "exec", self._exec, "")
@@ -105,6 +104,15 @@ class Agent:
     def _retire_when_idle(self) -> None:
         opened = self._num_opened
         self._loop.later(IDLE_S, lambda: self._loop.stop() if not self._runs and opened == self._num_opened else None)
+
+
+def _channel_in(descriptors: list[int]) -> Channel | None:
+    """The one socket that belongs to an Open message; None for anything else."""
+    if len(descriptors) != 1 or not stat.S_ISSOCK(os.fstat(descriptors[0]).st_mode):
+        return None
+    sock = socket.socket(fileno=descriptors[0])
+    sock.setblocking(False)
+    return Channel(sock)
 
 
 def this_node() -> NodeInfo:

@@ -19,7 +19,7 @@ from multiprocess.context import ForkProcess
 from distsdk.agent.reaping import collect, kill_group, kill_orphans
 from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.spec import NodeInfo
-from distsdk.wire.channel import Channel, ChannelClosed
+from distsdk.wire.channel import Channel, ChannelClosed, close_all
 from distsdk.wire.messages import PROTOCOL, Fork, Forked, Message, Ready, Reaped
 from distsdk.worker.lifeline import adopt_orphans, die_with_parent, outlive_parent
 
@@ -117,9 +117,12 @@ class Forkserver:
             sweep_socket_folders(self._agent_pid, os.environ.get("TMPDIR", ""))
 
     def _on_message(self, message: Message, descriptors: list[int]) -> None:
-        if not isinstance(message, Fork) or len(descriptors) != NUM_DESCRIPTORS:
-            raise ChannelClosed(f"not a request to fork: {type(message).__name__}")
-        self._fork(message.ticket, descriptors)
+        if isinstance(message, Fork) and len(descriptors) == NUM_DESCRIPTORS:
+            self._fork(message.ticket, descriptors)
+            return
+        close_all(descriptors)
+        if isinstance(message, Fork):
+            self._channel.send(Reaped(message.ticket, 1))
 
     def _fork(self, ticket: int, descriptors: list[int]) -> None:
         child = Worker(descriptors)

@@ -48,7 +48,7 @@ class NodeRun:
         if isinstance(message, Launch):
             try:
                 self._launch(message, descriptors)
-            except OSError as error:  # out of descriptors or processes: other runs on this agent go on
+            except Exception as error:  # out of descriptors, an odd environment: other runs on this agent go on
                 self.kill()
                 self.tell(Failed(message.attempt, f"{type(error).__name__}: {error}"))
                 self._drop_unstarted()
@@ -61,6 +61,7 @@ class NodeRun:
         elif isinstance(message, Release):
             self._to_workers(message)
             self._loop.later(EXIT_GRACE_S, self.kill)
+        close_all(descriptors)
 
     def _launch(self, launch: Launch, descriptors: list[int]) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=4 * len(launch.workers) + 64)
@@ -71,7 +72,6 @@ class NodeRun:
                 worker = WorkerLink(replace(spec, store_port=port), self._loop, self.tell, self._backlog)
                 self._workers.append(worker)
                 worker.start(self._starter, launch.payload, attached, self._end_if_over)
-        close_all(descriptors)
 
     def _backlog(self) -> int:
         """Bytes that wait for the driver to take them."""

@@ -14,8 +14,8 @@ import signal
 import time
 from collections.abc import Collection
 
-MANAGERS_S = 0.3
-"""How long a process that removes shared files gets for it."""
+CLEANING_S = 0.3
+"""How long processes that remove shared files get for it."""
 LIMIT_S = 1.0
 """What is not gone after this long, though killed, is left to the kernel."""
 
@@ -23,32 +23,35 @@ LIMIT_S = 1.0
 def kill_group(pid: int) -> None:
     """SIGKILL the process group that a worker leads, and the worker itself, which leads none yet when it has only just
     been forked; harmless when it is gone."""
-    if _has_shared_files():
-        _let_managers_clean_up(pid)
+    _let_cleaners_finish(pid)
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
-def _has_shared_files() -> bool:
-    try:
-        return any(name.startswith("torch_") for name in os.listdir("/dev/shm"))
-    except OSError:
-        return False
+_CLEANERS = ("torch_shm_manager", "resource_tracker")
+"""Processes that remove shared files and named semaphores when all who use them are gone: torch's, with its sharing
+strategy "file_system", and multiprocessing's."""
 
 
-def _let_managers_clean_up(group: int) -> None:
-    """With its sharing strategy "file_system", torch has a process in the group that removes files in shared memory
-    when all others are gone: it is the last to be killed."""
-    members = [pid for pid in _all_pids() if _stat(pid)[2:3] == [str(group)]]
-    managers = [pid for pid in members if "torch_shm_manager" in _read_or_nothing(f"/proc/{pid}/cmdline")]
-    if managers:
-        for pid in {*members} - {*managers}:
+def _let_cleaners_finish(group: int) -> None:
+    """Where there are any in the group, they are the last to be killed."""
+    below = descendants_of(group) or descendants_of(os.getpid())  # the second: of a dead worker, what came to us
+    members = [pid for pid in below if _stat(pid)[2:3] == [str(group)]]
+    cleaners = {pid for pid in members if any(name in _command(pid) for name in _CLEANERS)}
+    if cleaners:
+        for pid in {group, *members} - cleaners:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        end_s = time.monotonic() + MANAGERS_S
-        for pid in managers:
+        end_s = time.monotonic() + CLEANING_S
+        for pid in cleaners:
             _is_gone(pid, end_s - time.monotonic())
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    children = children_of(pid)
+    return [*children, *(below for child in children for below in descendants_of(child))]
 
 
 def kill_marked(run_id: str) -> None:
@@ -117,6 +120,10 @@ def _all_pids() -> list[int]:
 def _stat(pid: int) -> list[str]:
     """State, parent, group, ... of a process (proc(5)); nothing when it is gone."""
     return _read_or_nothing(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _command(pid: int) -> str:
+    return _read_or_nothing(f"/proc/{pid}/cmdline")
 
 
 def _read_or_nothing(path: str) -> str:

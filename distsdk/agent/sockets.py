@@ -30,7 +30,10 @@ def new_socket_folder(temporary_folder: str) -> str:
 def remove_socket_folder(folder: str) -> None:
     """Remove it, with what is in it."""
     if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            os.rmdir(folder)  # mostly it is empty
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_socket_folders(agent_pid: int, temporary_folder: str) -> None:

@@ -24,6 +24,8 @@ OnGone = Callable[[int, int], None]
 OnReady = Callable[[str], None]
 
 
+DYING_S = 0.2
+"""How long the exit code of a forkserver that has closed its channel is waited for."""
 ENDING_S = 1.5
 """A forkserver that is not gone so long after its channel was closed is killed."""
 
@@ -59,12 +61,14 @@ class ExecStarter:
     def start(self, descriptors: list[int], spec: WorkerSpec, on_pid: OnPid, on_gone: OnGone) -> None:
         """Start ``python -m distsdk.worker.main``."""
         control, out, err = descriptors
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distsdk.worker.main", str(control), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=[control], start_new_session=True,
-            env={**spec.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-        )  # fmt: skip
-        close_all(descriptors)
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "distsdk.worker.main", str(control), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=[control], start_new_session=True,
+                env={**spec.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+            )  # fmt: skip
+        finally:
+            close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
         self._children[pidfd] = (child, _start_guard(child.pid, spec))
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
@@ -150,18 +154,20 @@ class ForkStarter:
         """Ask for a fork; the environment is applied by the worker itself."""
         self._num_tickets += 1
         self._tickets[self._num_tickets] = _Ticket(on_pid, on_gone)
-        self._channel.send(Fork(self._num_tickets), descriptors)
-        close_all(descriptors)
+        try:
+            self._channel.send(Fork(self._num_tickets), descriptors)
+        finally:
+            close_all(descriptors)
 
-    def _on_message(self, message: Message, _descriptors: list[int]) -> None:
+    def _on_message(self, message: Message, descriptors: list[int]) -> None:
+        close_all(descriptors)
         if isinstance(message, Ready):
             self._tell_ready(message.problem)
-        elif isinstance(message, Forked):
-            ticket = self._tickets[message.ticket]
+        elif isinstance(message, Forked) and (ticket := self._tickets.get(message.ticket)):
             ticket.pid = message.pid
             ticket.on_pid(message.pid)
-        elif isinstance(message, Reaped):
-            self._tickets.pop(message.ticket).on_gone(message.status, message.peak_bytes)
+        elif isinstance(message, Reaped) and (ticket := self._tickets.pop(message.ticket, None)):
+            ticket.on_gone(message.status, message.peak_bytes)
 
     def _tell_ready(self, answer: str) -> None:
         self._answer = answer
@@ -171,8 +177,11 @@ class ForkStarter:
 
     def _on_closed(self) -> None:
         """The forkserver is gone, and with it its children, by the kernel; their groups are killed here."""
-        status = self._server.wait()
         self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may live, and have said what is no message
+            self._server.wait(timeout=DYING_S)
+        self._server.kill()
+        status = self._server.wait()
         self._tell_ready(f"the process that imports torch ended with exit code {status}")
         tickets, self._tickets = self._tickets, {}
         for ticket in tickets.values():

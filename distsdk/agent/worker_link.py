@@ -25,12 +25,16 @@ from distsdk.wire.messages import (
     Died,
     Ended,
     Exited,
+    Fingerprinted,
     Inspect,
     Inspected,
     Message,
+    Noted,
     Parcel,
     Printed,
+    Reported,
     Started,
+    StopAsked,
 )
 
 PAUSE_BYTES = 8 << 20
@@ -40,6 +44,9 @@ ANSWER_S = 0.3
 DUMP_S = 0.1
 """How long a worker has to write its stacks when it gets the signal."""
 _READ_BYTES = 1 << 16
+
+FROM_WORKERS = (Reported, Fingerprinted, Noted, StopAsked)
+"""What is passed on besides outcomes and answers, each as of the rank that this worker has."""
 
 Tell = Callable[[Message, list[int]], None]
 
@@ -105,7 +112,10 @@ class WorkerLink:
                 return
             self._asked = None
             message = self._completed(message)
-        self._tell(message, descriptors)
+        elif not isinstance(message, FROM_WORKERS):
+            close_all(descriptors)
+            return
+        self._tell(replace(message, attempt=self.spec.attempt, rank=self.rank), descriptors)
 
     def inspect(self, command: Inspect) -> None:
         """Answer for the worker at once, or ask it, and look from outside when it does not answer."""

@@ -151,6 +151,9 @@ class Attempt:
         self._feed(AgentGone(self.agent_tail()))
 
     def _on_message(self, message: Message, descriptors: list[int]) -> None:
+        if not 0 <= getattr(message, "rank", 0) < len(self.ranks):  # of no rank of ours
+            close_all(descriptors)
+            return
         if isinstance(message, (Printed, Reported)):
             self.group.watch.on_output(time.monotonic())
         if isinstance(message, Printed):

@@ -87,6 +87,8 @@ class WorkerGroup:
             return self._end(Verdict("not_started", detail=event.problem))
         if self.verdict:
             return [Finish()]
+        if self._is_launched:
+            return []
         self._is_launched = True
         return [LaunchWorkers(), self._look_after(EVERY_S)]
 

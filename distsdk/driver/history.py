@@ -28,13 +28,15 @@ class _Cell:
     """(rank, value, weight)"""
 
     def folded(self) -> float:
-        return FOLDS[self.fold](self.values)
+        return FOLDS.get(self.fold, _mean)(self.values)
 
 
 def _mean(values: list[tuple[int, float, float]]) -> float:
     if len(values) == 1:
         return values[0][1]
     total = exact_sum([weight for _, _, weight in values])
+    if not total:
+        return math.nan
     return exact_sum([value * weight for _, value, weight in values]) / total
 
 

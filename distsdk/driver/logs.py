@@ -111,7 +111,7 @@ class RankLog:
 
     def feed(self, stream: str, data: bytes, *, is_end: bool = False) -> None:
         """Take output in."""
-        lines = self._splitters[stream].feed(data, is_end=is_end)
+        lines = self._splitters["stderr" if stream == "stderr" else "stdout"].feed(data, is_end=is_end)
         if not lines:
             return
         text = "".join(lines)

@@ -103,7 +103,6 @@ def test_any_number_of_seconds(agent: Process, grace_s: float) -> None:
         run.next(Exited)
 
 
-@pytest.mark.xfail(strict=True, reason="the descriptors of a message that is not for a run stay open in the agent")
 def test_wrong_messages_on_a_run(agent: Process) -> None:
     with bystander(agent):
         for name in EXAMPLES.keys() - {"launch"}:
@@ -129,7 +128,6 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the ValueError of a worker that cannot be started ends the agent")
 @pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_worker_that_cannot_be_started(agent: Process, changes: dict[str, Any]) -> None:
     with bystander(agent), opened(agent) as run:
@@ -184,7 +182,6 @@ def test_any_garbage_on_the_pool(agent: Process, garbage: bytes) -> None:
         assert agent.process.wait(timeout=PATIENCE_S) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="any message but Open ends the agent and all its runs with an AssertionError")
 def test_wrong_messages_on_the_pool(agent: Process) -> None:
     with bystander(agent):
         for name in EXAMPLES.keys() - {"open"}:
@@ -193,7 +190,6 @@ def test_wrong_messages_on_the_pool(agent: Process) -> None:
                 assert agent.process.poll() is None, name
 
 
-@pytest.mark.xfail(strict=True, reason="an Open with anything but one socket ends the agent, or leaks a descriptor")
 @pytest.mark.parametrize("kinds", ["", "f", "sf", "ss", "ff"])
 def test_open_with_anything_but_one_socket(agent: Process, kinds: str) -> None:
     """Attached: files and sockets."""

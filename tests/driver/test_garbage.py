@@ -172,14 +172,7 @@ WICKED = {
 }
 
 
-TAKEN_AS_THEY_COME = (
-    "printed by a rank there is not", "printed by rank -3", "printed to no stream", "reported with no such fold",
-    "fingerprinted by a rank there is not", "ended by a rank there is not", "stopped by a rank there is not",
-)  # fmt: skip
-_FAILS = pytest.mark.xfail(strict=True, reason="the driver's loop takes ranks, streams and folds as they come")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[_FAILS] * (name in TAKEN_AS_THEY_COME)) for name in WICKED])
+@pytest.mark.parametrize("name", WICKED)
 def test_wicked_message_to_the_driver(name: str) -> None:
     """It is dropped, or it ends the run; the agent hangs up then, so there is always an error of ours."""
     message = WICKED[name]
@@ -188,7 +181,6 @@ def test_wicked_message_to_the_driver(name: str) -> None:
         called(READY, message, message, other)
 
 
-@pytest.mark.xfail(strict=True, reason="the driver's loop takes ranks, streams and folds as they come")
 def test_fuzzed_events_to_the_driver() -> None:
     events = tuple(type(message) for message in WICKED.values())
 

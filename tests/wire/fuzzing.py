@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from distsdk.fault_plan import Fault
 from distsdk.wire.channel import MAX_DESCRIPTORS, MAX_FRAME_BYTES
 from distsdk.wire.messages import PROTOCOL, AnyMessage, Message, Ready, encode
 
@@ -56,6 +57,8 @@ def any_message(random: Random, data: bytes, kinds: tuple[type[Message], ...] = 
 
 
 def _value(random: Random, kind: Any, data: bytes) -> Any:
+    if kind is Fault:  # few of them can be made
+        return Fault("kill", rank=random.choice((None, 0, 1)), at_step=random.choice((None, 1, 3)))
     if isinstance(kind, types.UnionType):
         return _value(random, random.choice(kind.__args__), data)
     if typing.get_origin(kind) is list:
