@@ -3,7 +3,8 @@
 A worker's process group takes most of it. A process in a session of its own, or a daemon, escapes that; but the kernel
 gives a process whose parent has died to the nearest ancestor that wants orphans (prctl(2), PR_SET_CHILD_SUBREAPER).
 Each worker wants those of its own descendants, so that what comes to agent and forkserver is always from a worker that
-is gone. """
+is gone.
+"""
 
 from __future__ import annotations
 
