@@ -124,6 +124,10 @@ class Attempt:
             self._loop.close()
             self.times["ended"] = time.monotonic()
 
+    def abandon(self) -> None:
+        """It is never executed."""
+        self._loop.close()
+
     def _start_agents(self) -> bool:
         """False when that cannot be done; it is a verdict, since what earlier attempts gave must not be lost."""
         call = self.call

@@ -2,7 +2,8 @@
 
 Monotonic clocks of different machines have nothing in common but their pace. Each message that tells when it was sent
 arrives later than that, so the smallest difference seen between arrival and sending is the offset, with the shortest
-delay on top; that is well under a millisecond on one machine and about the network's one-way delay between two. """
+delay on top; that is well under a millisecond on one machine and about the network's one-way delay between two.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
 from distsdk.driver.preflight import Preflight, check_call
-from distsdk.driver.result import Result, last_result
+from distsdk.driver.result import Result
 from distsdk.driver.run import attach_result
 from distsdk.driver.shipping import name_of
 from distsdk.errors import UsageError
@@ -199,10 +199,11 @@ def _came_from(job: Job[Any], error: BaseException) -> bool:
 def _end_stopped(job: Job[Any], stopper: BaseException) -> None:
     """Stop at a boundary; a second interrupt kills. The partial Result goes onto `stopper`."""
     wait_until_stopped(job, f"{type(stopper).__name__} in the driver")
-    result = last_result() if job.cancelled() or job.exception() else job.result()
-    if result is not None:
-        attach_result(stopper, result)
-        tell_stopped(result.path)
+    if not job.has_begun:
+        job.abandon(stopper)
+    if job.ending is not None:
+        attach_result(stopper, job.ending)
+        tell_stopped(job.ending.path)
 
 
 async def _ended(job: Job[R]) -> Result[R]:

@@ -2,7 +2,8 @@
 
 A rank that is outside of collectives can go on. One that waits can, when all that its collective needs have come, or
 can still come. Whoever is left waits for ever: for a rank that has ended, or in a circle of collectives that do not
-match. """
+match.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def stopping_first(job: Job[Any]) -> Iterator[None]:
 
 def wait_until_stopped(job: Job[Any], reason: str) -> None:
     """Interrupt `job` and wait for its end, which comes within the grace; whatever interrupts the wait kills it."""
-    while not job.done():
+    while job.has_begun and not job.done():
         try:
             job.interrupt(reason)
             wait([job])

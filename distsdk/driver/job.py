@@ -46,8 +46,31 @@ class Job(Future[Result[R]], Generic[R]):
     def start(self) -> Job[R]:
         """Begin (done by ``submit``)."""
         under_way.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as error:  # no more threads, or an interrupt just here
+            if self._thread.ident is None:
+                self.abandon(error)
+            raise
         return self
+
+    def abandon(self, error: BaseException) -> None:
+        """Give up a job that never began, because of `error`."""
+        under_way.discard(self)
+        if not self._over.is_set():
+            self._run.abandon()
+            self._over.set()
+            self._settle(None, error)
+
+    @property
+    def has_begun(self) -> bool:
+        """True from the moment that its thread runs."""
+        return self._thread.ident is not None
+
+    @property
+    def ending(self) -> Result[Any] | None:
+        """The Result, whole or partial, once it is over."""
+        return self._run.result
 
     def _live(self) -> None:
         """The thread of the run."""

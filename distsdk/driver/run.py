@@ -74,6 +74,11 @@ class Run:
         """Rank 0's states of models, optimizers and schedulers among the arguments."""
         return self._attempt.argument_states
 
+    def abandon(self) -> None:
+        """It is never executed: give up what was opened for it."""
+        self._attempt.abandon()
+        self._clean_up()
+
     def _next_attempt(self) -> Attempt:
         names = self.recorder.checkpoint_names
         self._base = self._base_of_next

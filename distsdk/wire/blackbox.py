@@ -1,7 +1,8 @@
 """A page of memory that a worker writes and its agent reads: how far the rank has come, and its stack when asked.
 
 It can be read whatever state the worker is in: locked up in C code, stopped, or dead. The agent makes it and passes it
-by descriptor; it has no name, so nothing is left of it. """
+by descriptor; it has no name, so nothing is left of it.
+"""
 
 from __future__ import annotations
 
