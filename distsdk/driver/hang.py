@@ -180,7 +180,12 @@ def named(wait: Wait) -> str:
 
 def where(scene: Scene, ranks: Iterable[int]) -> str:
     """What each of `ranks` does and at which line."""
-    return "; ".join(f"rank {rank} {_doing(scene, rank)}" for rank in ranks)
+    return "; ".join(f"rank {rank}{_pid(scene, rank)} {_doing(scene, rank)}" for rank in ranks)
+
+
+def _pid(scene: Scene, rank: int) -> str:
+    seen = scene.seen.get(rank)
+    return f" (pid {seen.pid})" if seen is not None and seen.pid else ""
 
 
 def _doing(scene: Scene, rank: int) -> str:
@@ -192,7 +197,7 @@ def _doing(scene: Scene, rank: int) -> str:
     place = place_in(seen.stack)
     at = f" at {place}" if place else ""
     if seen.state == "T":
-        return "is stopped (SIGSTOP)"
+        return f"is stopped (by SIGSTOP; `kill -CONT {seen.pid}` lets it go on)"
     if not seen.has_answered:
         return f"is in native code that holds the interpreter{at}"
     waits = scene.waits_of(rank)

@@ -199,6 +199,8 @@ class Reported(Message, frozen=True):
     """Name of the checkpoint committed with it, in the run folder; `NOT_WRITTEN`: this rank writes none."""
     is_automatic: bool = False
     """True for the checkpoint that is saved at the end when the function saved none."""
+    progress: Progress = Progress()
+    """Filled in by the agent."""
 
 
 class Fingerprinted(Message, frozen=True):
@@ -261,6 +263,7 @@ class Inspected(Message, frozen=True):
     cpu_s: float = 0.0
     """Processor time it has used."""
     has_answered: bool = False
+    pid: int = 0
 
 
 class Exited(Message, frozen=True):

@@ -50,7 +50,7 @@ from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
 from distsdk.worker.faults import faults_for
-from distsdk.worker.lifeline import adopt_orphans, die_with_parent
+from distsdk.worker.lifeline import adopt_orphans, die_with_parent, show_as
 from distsdk.worker.outcome import EXCEPTION_BYTES, raised, safe_text
 from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
 from distsdk.worker.randomness import places_of_init, seed_everything
@@ -73,6 +73,7 @@ def run(control: socket.socket) -> None:
     spec, counters = assignment.spec, Counters(descriptors.pop())
     become(spec)
     adopt_orphans()
+    show_as(f"rank {spec.place.rank}: {os.path.basename(spec.run_dir).split('-20')[0]}")
     worker = Worker(spec, channel, counters)
     listen_to_signals(counters, worker.on_sigterm)
     threading.Thread(target=worker.listen, name="distsdk-control", daemon=True).start()
