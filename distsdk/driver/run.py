@@ -102,7 +102,7 @@ class Run:
             return False
         self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
         if not self._why_no_more:
-            restarts = f"restart {info.number + 1} of at most {self.call.options.max_restarts}"
+            restarts = f"Restart {info.number + 1} of at most {self.call.options.max_restarts}"
             self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
         return not self._why_no_more
 
