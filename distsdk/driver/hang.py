@@ -81,8 +81,8 @@ class Scene:
 
 
 def _match(one: Wait, other: Wait) -> bool:
-    sizes_differ = one.op in _SAME_SIZES and one.sizes and other.sizes and one.sizes != other.sizes
-    return one.op == other.op and not sizes_differ
+    is_known = one.op in _SAME_SIZES and min(one.num_elements, other.num_elements) >= 0
+    return one.op == other.op and not (is_known and one.num_elements != other.num_elements)
 
 
 def stuck(scene: Scene) -> list[int]:
@@ -186,7 +186,7 @@ def named(wait: Wait, stack: str = "") -> str:
         return wait.op
     own = called_of_ours(stack)
     name = f"distsdk.{own}" if own else wait.op
-    group = "" if wait.group == "0" else f" of the group of {ranks_named(wait.ranks)}"
+    group = "" if wait.group in ("0", "?") else f" of the group of {ranks_named(wait.ranks)}"
     return f"{name}{group}{_shape(wait) if not own else ''}"
 
 

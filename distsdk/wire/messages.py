@@ -60,6 +60,8 @@ class Wait(msgspec.Struct, frozen=True):
     needs: list[int] | None = None
     """The ranks known to be missing; None: to be found out from how far each has come."""
     is_p2p: bool = False
+    """True for a message to or from one of them, whichever that is; also for what nothing more is known about."""
+    num_elements: int = -1
 
 
 GRADIENTS = "the averaging of gradients"

@@ -44,6 +44,7 @@ from distsdk.wire.messages import (
     Stop,
     StopAsked,
     Stopped,
+    Wait,
 )
 from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpack
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
@@ -141,10 +142,11 @@ class Worker:
     def _inspected(self, token: int) -> Inspected:
         """Where this rank is. Looking at what the main thread is just changing may fail; then the stack has to do."""
         waiting, place = self.equipment.waiting, self.spec.place
-        waits, done, is_blocked = [], {}, False
+        waits: list[Wait] = []
+        done: dict[str, int] = {}
+        is_blocked = False
         with contextlib.suppress(Exception):
-            waits, done = waiting.waits(), waiting.done()
-            is_blocked = waiting.is_blocked(waits)
+            waits, done, is_blocked = waiting.look()
         return Inspected(
             self.spec.attempt, place.rank, token, waits, done, is_blocked, self._stack(), has_answered=True
         )
