@@ -221,6 +221,40 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path, pause: float) -> None:
     assert len(lines) < 50
 
 
+INTERRUPTED_OFTEN = """
+    import glob, os, subprocess, threading, time
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False, logs="none", grace_s=2.0)
+    def train(number):
+        open(f"ready-{number}-{distsdk.context().rank}", "w").close()
+        time.sleep(600)
+
+    def interrupt_twice(number):
+        while len(glob.glob(f"ready-{number}-*")) < 2:
+            time.sleep(0.005)
+        kill, microseconds = f"kill -INT {os.getpid()};", ": ;" * 20 * (number % 10)
+        subprocess.run(["sh", "-c", f"{kill} {microseconds} {kill}"])
+
+    for number in range(30):
+        interrupter = threading.Thread(target=interrupt_twice, args=(number,))
+        try:
+            interrupter.start()
+            train(number)
+        except KeyboardInterrupt as interrupt:
+            print("KI", getattr(interrupt, "result", "without a result"), flush=True)
+        interrupter.join()
+"""
+
+
+@pytest.mark.slow
+def test_two_interrupts_at_any_distance_end_every_run(tmp_path: Path) -> None:
+    with driver(tmp_path, INTERRUPTED_OFTEN) as interrupted:
+        _, output = interrupted.ended(within_s=120)
+        interrupted.assert_nothing_left(GONE_S)
+    assert output.count("KI <Result interrupted ") == 30, output
+
+
 @pytest.mark.parametrize("delay", [0.4, *slow(0.0, 0.2, 0.8, 1.2, 1.8, 2.5)])
 def test_ctrl_c_while_workers_start(tmp_path: Path, delay: float) -> None:
     script = """
