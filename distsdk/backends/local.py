@@ -105,7 +105,7 @@ class _Agent:
         self.channel.close()
         try:
             self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an impatient user, as the program ends
             self.process.kill()
             self.process.wait()
         os.close(self._stderr)

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from distsdk.driver.call import prepare_call
-from distsdk.driver.display import tell_stopped
-from distsdk.driver.interrupts import stopping_first, wait_until_stopped
+from distsdk.driver.interrupts import stopping_first
 from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
 from distsdk.driver.preflight import Preflight, check_call
 from distsdk.driver.result import Result
-from distsdk.driver.run import attach_result
 from distsdk.driver.shipping import name_of
 from distsdk.errors import UsageError
 from distsdk.spec import OptionDict, Options, check_names, normalised
@@ -67,12 +65,7 @@ class Distributed(Generic[P, R]):
         """
         job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
         with stopping_first(job):
-            try:
-                result = job.start().result()
-            except BaseException as stopper:
-                if not _came_from(job, stopper):  # an interrupt, or a signal handler of the user's that raises
-                    _end_stopped(job, stopper)
-                raise
+            result = job.start().result()
         _load_back(self.fn, args, kwargs, job)
         return result
 
@@ -190,20 +183,6 @@ def _folder() -> Path:
         return Path.cwd()
     except OSError:  # it was deleted
         return Path("/")
-
-
-def _came_from(job: Job[Any], error: BaseException) -> bool:
-    return job.cancelled() or (job.done() and job.exception() is error)
-
-
-def _end_stopped(job: Job[Any], stopper: BaseException) -> None:
-    """Stop at a boundary; a second interrupt kills. The partial Result goes onto `stopper`."""
-    wait_until_stopped(job, f"{type(stopper).__name__} in the driver")
-    if not job.has_begun:
-        job.abandon(stopper)
-    if job.ending is not None:
-        attach_result(stopper, job.ending)
-        tell_stopped(job.ending.path)
 
 
 async def _ended(job: Job[R]) -> Result[R]:

@@ -137,8 +137,10 @@ _HINTS = {
 }
 
 
-def short_exit(outcome: Outcome | None, is_cause: bool) -> str:
-    """How a rank ended, for `RankInfo.exit`."""
+def short_exit(outcome: Outcome | None, is_cause: bool, was_killed: bool = False) -> str:
+    """How a rank ended, for `RankInfo.exit`. `was_killed`: by distsdk, at the end of a stop."""
+    if was_killed:
+        return "stopped by distsdk"
     match outcome:
         case Returned():
             return "returned"

@@ -213,7 +213,7 @@ class Run:
             host=attempt.host,
             pid=attempt.ranks[rank].pid,
             device=self.call.plan.device,
-            exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank),
+            exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank, rank in attempt.group.killed),
             log_path=str(self.call.folder.log_file(rank)),
             metrics=self.recorder.history.last_by_rank.get(rank, {}),
         )

@@ -126,6 +126,7 @@ class Worker:
             while True:
                 for message, _descriptors in self.channel.receive():
                     if isinstance(message, Stop):
+                        self.equipment.session.stop_reason = message.reason
                         self.equipment.synchroniser.stop_asked = True
                     elif isinstance(message, Inspect):
                         self.channel.send(self._inspected(message.token))

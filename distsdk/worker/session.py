@@ -40,6 +40,8 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     resume_from: str = ""
     """Name of the checkpoint that an earlier attempt committed last; "": there is none."""
+    stop_reason: str = ""
+    """Why this rank was asked to stop."""
     _told: set[str] = field(default_factory=set)
     on_event: Callable[[str], None] | None = None
     """Told of each "report" before, and "reported" after it, where faults are planned."""
@@ -62,7 +64,7 @@ class Session:
     def leave_if_stopping(self) -> None:
         """Raise StopTraining at a boundary where all ranks do."""
         if self.is_stopping():
-            raise StopTraining("the run was asked to stop")
+            raise StopTraining(f"the run was asked to stop: {self.stop_reason or 'by another rank'}")
 
 
 _current: Session | None = None
