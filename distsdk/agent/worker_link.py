@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distsdk.agent.evidence import oom_kills, oom_reason, state_of
+from distsdk.agent.evidence import handles, oom_kills, oom_reason, state_of
 from distsdk.agent.reaping import kill_group
 from distsdk.agent.sockets import new_socket_folder, remove_socket_folder
 from distsdk.agent.starters import Starter
@@ -106,7 +106,7 @@ class WorkerLink:
         if isinstance(message, Ended):
             self.has_outcome = True
             self._drain_output()  # the worker flushed before it sent this
-            message = replace(message, progress=read_progress(self._box)[0])
+            message = replace(message, progress=read_progress(self._box))
         elif isinstance(message, Inspected):
             if message.token != self._asked:  # it came too late
                 close_all(descriptors)
@@ -118,7 +118,7 @@ class WorkerLink:
             return
         changes: dict[str, Any] = {"attempt": self.spec.attempt, "rank": self.rank}
         if isinstance(message, Reported):
-            changes["progress"] = read_progress(self._box)[0]
+            changes["progress"] = read_progress(self._box)
         self._tell(replace(message, **changes), descriptors)
 
     def inspect(self, command: Inspect) -> None:
@@ -138,7 +138,7 @@ class WorkerLink:
         if not by_signal:
             self._answer_for_it(plain)
             return
-        if self.pid and read_progress(self._box)[1]:
+        if self.pid and handles(self.pid, STACK_SIGNAL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, STACK_SIGNAL)
         self._loop.later(DUMP_S, lambda: self._answer_for_it(plain))
@@ -150,7 +150,7 @@ class WorkerLink:
 
     def _completed(self, inspected: Inspected) -> Inspected:
         state, cpu_s = state_of(self.pid) if self.pid and not self.is_gone else ("", 0.0)
-        progress = read_progress(self._box)[0] if self._box >= 0 else inspected.progress
+        progress = read_progress(self._box) if self._box >= 0 else inspected.progress
         return replace(inspected, progress=progress, state=state, cpu_s=cpu_s, pid=self.pid)
 
     def _watch_output(self, pipe: int) -> None:
@@ -202,7 +202,7 @@ class WorkerLink:
         self._drain_output()
         if not self.has_outcome:
             outcome = _died(status, oom_kills() - self._kills_before, peak_bytes)
-            progress, _ = read_progress(self._box)
+            progress = read_progress(self._box)
             self._tell(Ended(self.spec.attempt, self.rank, outcome, time.monotonic(), peak_bytes, progress), [])
         remove_socket_folder(self.spec.socket_folder)
         self._tell(Exited(self.spec.attempt, self.rank), [])

@@ -216,7 +216,7 @@ class Attempt:
                 self.ranks[ended.rank].value, states = unpack(returned.value, descriptors)
             self.argument_states = states if ended.rank == 0 else self.argument_states
             return ended
-        except Exception as error:
+        except BaseException as error:  # it may do anything; the caller's own interrupts come elsewhere
             text = f"the return value of rank {ended.rank} cannot be loaded here: {type(error).__name__}: {error}"
             return Ended(ended.attempt, ended.rank, Raised(ShipError.__name__, text, "", "", None))
 

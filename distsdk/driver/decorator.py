@@ -21,6 +21,7 @@ from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
 from distsdk.driver.preflight import Preflight, check_call
 from distsdk.driver.result import Result
+from distsdk.driver.run import attach_result
 from distsdk.driver.shipping import name_of
 from distsdk.errors import UsageError
 from distsdk.spec import OptionDict, Options, check_names, normalised
@@ -86,8 +87,10 @@ class Distributed(Generic[P, R]):
         job = self.submit(*args, **kwargs)
         try:
             result = await _ended(job)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             await _stopped(job)
+            if job.ending is not None:
+                attach_result(cancelled, job.ending)
             raise
         _load_back(self.fn, args, kwargs, job)
         return result

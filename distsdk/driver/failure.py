@@ -83,7 +83,7 @@ def _users_exception(outcome: Raised, home: Mapping[int, Any]) -> BaseException:
         try:
             with at_home(home):
                 error = unpack(outcome.exception)
-        except Exception:
+        except BaseException:  # it may do anything
             error = None
     if not isinstance(error, BaseException):
         error = stand_in(outcome)

@@ -80,14 +80,13 @@ class Run:
         self._clean_up()
 
     def _next_attempt(self) -> Attempt:
-        names = self.recorder.checkpoint_names
         self._base = self._base_of_next
         self.recorder.begin_attempt()
         if self.attempts:
             self._logs.mark(f"attempt {len(self.attempts)}")
         sweep(self.call.folder.checkpoints)
         return Attempt(
-            self.call, len(self.attempts), names[-1] if names else "", self.recorder, self._logs, self._requests
+            self.call, len(self.attempts), self.recorder.checkpoint_to_resume, self.recorder, self._logs, self._requests
         )
 
     def _goes_on(self) -> bool:
@@ -100,10 +99,10 @@ class Run:
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
         if is_final or self._requests.is_stop_wanted:
             return False
-        self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
+        self._why_no_more = no_progress(self.attempts)
         if not self._why_no_more:
             restarts = f"Restart {info.number + 1} of at most {self.call.options.max_restarts}"
-            self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
+            self._tell(f"{info.cause}. {restarts} begins from {self.recorder.checkpoint_to_resume or 'the start'}")
         return not self._why_no_more
 
     def _info(self, attempt: Attempt) -> AttemptInfo:

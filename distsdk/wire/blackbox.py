@@ -13,10 +13,10 @@ import sys
 
 from distsdk.wire.messages import Progress
 
-STEPS, REPORTS, BACKWARDS, BATCHES, SAVED_AT, IS_LISTENING = range(6)
-"""The counters, eight bytes each, in the order of `Progress`; the last is 1 when `STACK_SIGNAL` is handled."""
+STEPS, REPORTS, BACKWARDS, BATCHES, SAVED_AT = range(5)
+"""The counters, eight bytes each, in the order of `Progress`."""
 PAGE_BYTES = 4096
-_NUMBERS = struct.Struct("=6Q")
+_NUMBERS = struct.Struct("=5Q")
 STACK_BYTES = 200_000
 """More of a stack is not read."""
 STACK_SIGNAL = 64 if sys.platform == "linux" else 31
@@ -30,10 +30,9 @@ def new_box() -> int:
     return descriptor
 
 
-def read_progress(descriptor: int) -> tuple[Progress, bool]:
-    """What the worker has counted, and whether it listens to `STACK_SIGNAL`."""
-    *counted, is_listening = _NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0))
-    return Progress(*counted), bool(is_listening)
+def read_progress(descriptor: int) -> Progress:
+    """What the worker has counted."""
+    return Progress(*_NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0)))
 
 
 def rewind_stack(descriptor: int) -> None:

@@ -46,6 +46,14 @@ class Session:
     on_event: Callable[[str], None] | None = None
     """Told of each "report" before, and "reported" after it, where faults are planned."""
 
+    ask: Callable[[], None] = lambda: None
+    """Lets this rank tell the others in its next backward that all are to stop."""
+
+    def ask_to_stop(self, reason: str) -> None:
+        """At the next boundary; the driver may ask too, a moment later."""
+        self.stop_reason = reason
+        self.ask()
+
     def note(self, level: str, text: str) -> None:
         """A sentence for the user, once."""
         if text not in self._told:
@@ -102,6 +110,7 @@ def stop_all(reason: str) -> None:
     """
     if _current is not None and _current.pid == os.getpid():
         context = _current.context
+        _current.ask_to_stop(str(reason))
         _current.send(StopAsked(context.attempt, context.rank, str(reason)))
 
 
