@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from distsdk.driver.call import prepare_call
+from distsdk.driver.display import tell_stopped
 from distsdk.driver.interrupts import stopping_first
 from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
@@ -83,7 +84,8 @@ class Distributed(Generic[P, R]):
         """Run on the workers without blocking the event loop.
 
         Cancelling the task (Ctrl-C does that too) stops the run at the next step boundary, or after ``grace_s``;
-        cancelling it again kills it. The partial Result is then ``distsdk.last_result()``. """
+        cancelling it again kills it. The partial Result is then ``distsdk.last_result()``.
+        """
         job = self.submit(*args, **kwargs)
         try:
             result = await _ended(job)
@@ -91,6 +93,7 @@ class Distributed(Generic[P, R]):
             await _stopped(job)
             if job.ending is not None:
                 attach_result(cancelled, job.ending)
+                tell_stopped(job.ending.path)
             raise
         _load_back(self.fn, args, kwargs, job)
         return result
@@ -188,9 +191,15 @@ def _folder() -> Path:
         return Path("/")
 
 
+WAKE_S = 0.2
+
+
 async def _ended(job: Job[R]) -> Result[R]:
     """The job's result; cancelling this leaves the job alone."""
-    return await asyncio.shield(asyncio.wrap_future(job))
+    future = asyncio.wrap_future(job)
+    while not future.done():  # a notebook's interrupt is noticed when the loop wakes up, and does not wake it itself
+        await asyncio.wait([future], timeout=WAKE_S)
+    return future.result()
 
 
 async def _stopped(job: Job[Any]) -> None:
