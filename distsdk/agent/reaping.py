@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 from distsdk.agent.cleaners import let_cleaners_finish
 from distsdk.agent.processes import all_pids, children_of, is_gone, read_or_nothing
+from distsdk.wire.blackbox import box_name
 
 LIMIT_S = 1.0
 """What is not gone after this long, though killed, is left to the kernel."""
@@ -31,14 +32,19 @@ def kill_group(pid: int) -> None:
 
 
 def kill_marked(run_id: str) -> None:
-    """Kill every process whose environment says that it was started by a worker of this run: when those who would have
-    inherited it were killed themselves."""
-    mark = f"\0TORCHELASTIC_RUN_ID={run_id}\0"
+    """Kill every process that was started by a worker of this run, which its environment says, or forked from one,
+    which its memory says: when those who would have inherited it were killed themselves."""
     for _ in range(2):  # what was being started meanwhile
         for pid in all_pids():
-            if mark in f"\0{read_or_nothing(f'/proc/{pid}/environ')}" and pid != os.getpid():
+            if pid != os.getpid() and _bears_mark(pid, run_id):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _bears_mark(pid: int, run_id: str) -> bool:
+    environment = f"\0{read_or_nothing(f'/proc/{pid}/environ')}"
+    is_started = f"\0TORCHELASTIC_RUN_ID={run_id}\0" in environment
+    return is_started or box_name(run_id) in read_or_nothing(f"/proc/{pid}/maps")
 
 
 def collect(pid: int) -> tuple[int, int]:

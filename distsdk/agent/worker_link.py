@@ -61,7 +61,7 @@ class WorkerLink:
         self.is_started = self.has_outcome = self.is_gone = self.kill_asked = False
         self._loop, self._tell, self._backlog = loop, tell, backlog
         self._is_paused = False
-        self._box = new_box()
+        self._box = new_box(spec.run_id)
         self._kills_before = oom_kills()
         self._asked: int | None = None
         """Token of the inspection that the worker has not answered."""
@@ -196,12 +196,12 @@ class WorkerLink:
         del self._pipes[pipe]
         os.close(pipe)
 
-    def _on_gone(self, then: Callable[[], None], status: int, peak_bytes: int) -> None:
+    def _on_gone(self, then: Callable[[], None], status: int, peak_bytes: int, reason: str = "") -> None:
         self.is_gone = True
         self._loop.drain(self._channel)  # what it sent before its end
         self._drain_output()
         if not self.has_outcome:
-            outcome = _died(status, oom_kills() - self._kills_before, peak_bytes)
+            outcome = _died(status, reason or oom_reason(oom_kills() - self._kills_before, peak_bytes))
             progress = read_progress(self._box)
             self._tell(Ended(self.spec.attempt, self.rank, outcome, time.monotonic(), peak_bytes, progress), [])
         remove_socket_folder(self.spec.socket_folder)
@@ -235,12 +235,11 @@ class WorkerLink:
             kill_group(self.pid)
 
 
-def _died(status: int, num_oom_kills: int, peak_bytes: int) -> Died:
-    if status < 0:
-        name = _signal_name(-status)
-        reason = oom_reason(num_oom_kills, peak_bytes) if name == "SIGKILL" else ""
-        return Died(exit_code=None, signal=name, reason=reason)
-    return Died(exit_code=status, signal=None)
+def _died(status: int, why_killed: str) -> Died:
+    if status >= 0:
+        return Died(exit_code=status, signal=None)
+    name = _signal_name(-status)
+    return Died(exit_code=None, signal=name, reason=why_killed if name == "SIGKILL" else "")
 
 
 def _signal_name(number: int) -> str:

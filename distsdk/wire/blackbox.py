@@ -23,9 +23,14 @@ STACK_SIGNAL = 64 if sys.platform == "linux" else 31
 """Asks a worker to write its stacks behind the page: the last real-time signal of Linux, which nobody else uses."""
 
 
-def new_box() -> int:
+def box_name(run_id: str) -> str:
+    """What the kernel calls the memory, in /proc/<pid>/maps of a worker and of all that were forked from it."""
+    return f"distsdk-run-{run_id}"
+
+
+def new_box(run_id: str = "") -> int:
     """The descriptor of an empty one."""
-    descriptor = os.memfd_create("distsdk-blackbox", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(box_name(run_id), os.MFD_CLOEXEC)
     os.truncate(descriptor, PAGE_BYTES)
     return descriptor
 
