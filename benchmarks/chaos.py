@@ -164,6 +164,8 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
         report.seconds = max(0.0, back_s - max(hits[-1], injector.second_s)) if hits else None
         report.orphans = described(waited_until_gone(family.left))
         report.left = ", ".join(sorted(waited_until_gone(lambda: files_left(driver, family) - files_before)))
+        if driver.process.poll() is None:
+            report.left += waited_until_gone(family.descriptors_left)
         report.unreadable = unreadable(folder, answer)
     if not report.faults:
         shutil.rmtree(folder)

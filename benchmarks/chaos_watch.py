@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parent
 TAG = "DISTSDK_CHAOS_TAG"
 GONE_S = 2.0
 """After control is back, what a run has started has so long to go."""
+SPARE_FILES = 4
+"""So many more descriptors than at first are no leak: those of an agent that ends just now, a pipe of a thread."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_TORCH = "torchinductor_"
 """A folder that torch makes when it is imported."""
@@ -41,6 +43,8 @@ class Driver:
         )  # fmt: skip
         os.set_blocking(self.process.stdout.fileno(), False)
         self._unread = b""
+        self.num_files: dict[int, int] = {}
+        """By process that stays warm: how many descriptors it had after its first run."""
 
     def order(self, plan: Plan, folder: Path) -> None:
         """Have a call made."""
@@ -102,6 +106,16 @@ class Family:
     def _warm(self, now: Processes) -> set[int]:
         agent, server = self.agent(), self.forkserver()
         return {self._driver.process.pid, *[pid for pid in (agent, server) if pid is not None]}
+
+    def descriptors_left(self) -> str:
+        """Which of the processes that stay has more descriptors than after its first run, in words."""
+        found, first = [], self._driver.num_files
+        for pid in self._warm(processes()):
+            with contextlib.suppress(OSError):
+                now = len(os.listdir(f"/proc/{pid}/fd"))
+                if now > first.setdefault(pid, now) + SPARE_FILES:
+                    found.append(f"{command_of(pid)} has {now} descriptors, had {first[pid]}")
+        return ", ".join(found)
 
     def workers(self) -> list[int]:
         """The worker processes there are, in order of their start."""

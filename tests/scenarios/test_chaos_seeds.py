@@ -1,0 +1,47 @@
+"""Single runs out of benchmarks/chaos.py: some of every kind, and those that have found something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distsdk
+
+ROOT = Path(distsdk.__file__).parent.parent
+SEED = 0
+OF_ALL_KINDS = "1,4,21,96,108"
+"""A rank returns early in both attempts, Ctrl-C, a rank is killed, cancel() in mid-training, a rank raises."""
+FOUND = {
+    22: "the forkserver is killed: children of workers in sessions of their own stayed",
+    39: "a worker with loader processes is killed: their folders with sockets stayed",
+}
+"""By number: what was wrong with that run once."""
+RUN_S = 60
+SLOW_SEED, NUM_SLOW = 1, 40
+
+
+def assert_nothing_wrong(*arguments: str, timeout_s: float) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_runs_of_all_kinds() -> None:
+    assert_nothing_wrong("--seed", str(SEED), "--only", OF_ALL_KINDS, timeout_s=2 * RUN_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", FOUND)
+def test_a_run_that_once_went_wrong(number: int) -> None:
+    assert_nothing_wrong("--seed", str(SEED), "--only", str(number), timeout_s=RUN_S)
+
+
+@pytest.mark.slow
+def test_many_runs() -> None:
+    assert_nothing_wrong("--seed", str(SLOW_SEED), "--runs", str(NUM_SLOW), timeout_s=NUM_SLOW * RUN_S / 2)
