@@ -48,8 +48,8 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
     except BaseException as caught:
         error = caught
     back_s = time.monotonic()
-    if isinstance(error, CancelledError):
-        result = distsdk.last_result()
+    if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
+        result = result or distsdk.last_result()
     elif error is not None:
         result = getattr(error, "result", None)
     return {
@@ -82,6 +82,9 @@ def called(plan: Plan, folder: Path):
     requester.start()
     try:
         return job.result()
+    except KeyboardInterrupt:  # it interrupts the wait for a job, not the job
+        job.cancel()
+        raise
     finally:
         requester.join()  # result() of a job that is cancelled raises at once; cancel() returns when it is over
 
