@@ -28,6 +28,8 @@ _DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown
 """What comes from outside comes up to so long after the moment."""
 STALL_S = 2.0
 GRACE_S = 0.5
+COLD_S = 40.0
+"""An interpreter that imports torch may need so long on a machine that is busy with other things."""
 TIMEOUT_S = 1.0
 
 EXIT_CODE = 7
@@ -184,7 +186,9 @@ _ENDINGS = {
 
 def bound_s(plan: Plan) -> float:
     """Seconds from the last hit within which control must be back: generous, the figures tell how long it takes."""
-    bound = 8.0 + (8.0 if plan.start == "exec" else 0.0)
+    bound = 8.0
+    if plan.start == "exec" or (plan.max_restarts and {plan.fault, plan.second} & {"kill_agent", "kill_forkserver"}):
+        bound += COLD_S
     if plan.fault in ("sleep_for_ever", "hold_gil", "sigstop"):
         bound += STALL_S + 5.0  # a stopped worker that was released is killed after five seconds
     if plan.is_deaf:
