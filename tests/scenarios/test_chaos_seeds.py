@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -30,6 +31,17 @@ def assert_nothing_wrong(*arguments: str, timeout_s: float) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_the_table_of_right_endings_knows_every_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    plans = importlib.import_module("chaos_plan")
+    for number in range(500):
+        plan = plans.plan_of(SEED, number)
+        assert plan == plans.plan_of(SEED, number)
+        assert plans.allowed(plan, num_hits=0) == {"completed"}
+        right = plans.allowed(plan, num_hits=plan.max_restarts + 1)
+        assert right and ("completed" not in right or plan.fault == "none" or plan.moment in ("start", "shutdown"))
 
 
 def test_runs_of_all_kinds() -> None:
