@@ -298,6 +298,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="numbers of runs, separated by commas")
     parser.add_argument("--fault", help="only runs with this fault")
+    parser.add_argument("--moment", help="only runs that are hit at this moment")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that went wrong")
     return parser.parse_args()
 
@@ -308,6 +309,7 @@ def main() -> None:
     numbers = map(int, arguments.only.split(",")) if arguments.only else range(arguments.runs)
     plans = [plan_of(arguments.seed, number) for number in numbers]
     plans = [plan for plan in plans if arguments.fault in (None, plan.fault)]
+    plans = [plan for plan in plans if arguments.moment in (None, plan.moment)]
     root = Path(tempfile.mkdtemp(prefix="distsdk-chaos-"))
     reports = run_all(plans, root)
     print(figures(reports, time.monotonic() - begun))

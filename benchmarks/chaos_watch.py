@@ -24,6 +24,8 @@ SPARE_FILES = 4
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_TORCH = "torchinductor_"
 """A folder that torch makes when it is imported."""
+_PID_IN_NAME = re.compile(r"torch_(\d+)_")
+"""Of memory that torch shares; other names tell nothing about whose they are."""
 Processes = dict[int, tuple[int, int, str]]
 """By pid: parent, time of start in ticks, state."""
 
@@ -184,9 +186,9 @@ def is_module(pid: int, name: str) -> bool:
 def files_left(driver: Driver, family: Family) -> set[str]:
     """What is in the driver's folder for temporary files, and in shared memory by the name of a process of ours."""
     names = [file for file in driver.tmp.rglob("*") if _OF_TORCH not in str(file)]
-    pids = {str(pid) for pid in family.pids}
     shared = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
-    return {str(file) for file in [*names, *[file for file in shared if pids & set(re.findall(r"\d+", file.name))]]}
+    ours = [file for file in shared if (found := _PID_IN_NAME.match(file.name)) and int(found[1]) in family.pids]
+    return {str(file) for file in [*names, *ours]}
 
 
 def waited_until_gone(look) -> object:
