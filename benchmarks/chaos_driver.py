@@ -5,6 +5,7 @@ python chaos_driver.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -86,7 +87,14 @@ def called(plan: Plan, folder: Path):
         job.cancel()
         raise
     finally:
-        requester.join()  # result() of a job that is cancelled raises at once; cancel() returns when it is over
+        wait_for(requester)  # result() of a job that is cancelled raises at once; cancel() returns when it is over
+
+
+def wait_for(thread: threading.Thread) -> None:
+    """Wait for its end, whatever interrupts that."""
+    while thread.is_alive():
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
 
 
 def request(plan: Plan, folder: Path, job: distsdk.Job) -> None:
