@@ -32,6 +32,7 @@ from failure_torchrun import WORKERS, spawned
 from failure_training import train
 
 import distsdk
+from distsdk.agent.reaping import children_of
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 30.0
@@ -206,12 +207,11 @@ def _torchrun_ends(event: str, folder: Path, process, killer: Killer | None) -> 
 
 
 def end_all(process, folder: Path) -> None:
-    """Kill torchrun and whatever workers it left."""
-    for name in [*ranks("start-0"), *ranks("start-1")]:
-        if said := told(folder, name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(said[1], signal.SIGKILL)
-    process.kill()
+    """Kill torchrun and its workers, also those that it left."""
+    left = [said[1] for name in [*ranks("start-0"), *ranks("start-1")] if (said := told(folder, name))]
+    for pid in [*children_of(process.pid), *left, process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

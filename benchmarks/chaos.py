@@ -23,7 +23,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, plan_of
+from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, neighbour_survives, plan_of
+from chaos_training import STEPS_BESIDE
 from chaos_watch import Driver, Family, files_left, unreadable, waited_until_gone
 
 BEGIN_S = 60.0
@@ -223,10 +224,20 @@ def judge(report: Report, answer: dict | None, driver: Driver, is_late: bool) ->
         report.wrong = f"the call has changed the driver's {', '.join(answer['changed'])}"
     elif answer and not answer.get("is_late") and not answer["has_result"] and plan.moment != "start":
         report.wrong = "there is no partial Result"
+    elif answer and neighbour_problem(plan, answer):
+        report.wrong = neighbour_problem(plan, answer)
     elif report.ending == "completed" and answer and not answer.get("is_late"):
         values = [value for value in answer["values"] if value is not None]
         if any(value != values[0] for value in values):
             report.wrong = f"the ranks began differently: {values}"
+
+
+def neighbour_problem(plan: Plan, answer: dict) -> str:
+    """What happened to the call beside, to which nothing may happen."""
+    said = answer.get("neighbour", "")
+    if not said or not neighbour_survives(plan) or said == f"completed {[2.0 * STEPS_BESIDE] * 2}":
+        return ""
+    return f"the call beside ended so: {said}"
 
 
 def described(processes: dict[int, str]) -> str:
@@ -257,6 +268,7 @@ def tell(report: Report) -> None:
     """One line of a run, more of one that went wrong."""
     plan, seconds = report.plan, report.seconds
     shown_fault = f"{plan.fault}, {plan.second}" if plan.second else plan.fault
+    shown_fault += " (beside another)" if plan.neighbour else ""
     shown = "" if seconds is None else f"{seconds:.3f} s"
     print(
         f"{plan.number:4} {shown_fault:30} {plan.moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 
 from chaos_plan import GRACE_S, HANGS, STALL_S, TIMEOUT_S, Plan
@@ -43,12 +43,14 @@ def main() -> None:
 def ended(plan: Plan, folder: Path) -> dict[str, object]:
     """Make the call of one run; how it ended."""
     before = surroundings()
+    neighbour = called_beside(folder) if plan.neighbour else None
     error, result = None, None
     try:
         result = called(plan, folder)
     except BaseException as caught:
         error = caught
     back_s = time.monotonic()
+    beside = how_ended(neighbour) if neighbour else ""
     if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
         result = result or distsdk.last_result()
     elif error is not None:
@@ -61,6 +63,7 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
         "status": result.status if result else "",
         "attempts": [info.cause for info in result.attempts] if result else [],
         "values": result.values if result else [],
+        "neighbour": beside,
         "changed": [name for name, value in surroundings().items() if value != before[name]],
     }
 
@@ -95,6 +98,22 @@ def wait_for(thread: threading.Thread) -> None:
     while thread.is_alive():
         with contextlib.suppress(KeyboardInterrupt):
             thread.join()
+
+
+def called_beside(folder: Path) -> distsdk.Job:
+    """Another call, under way."""
+    from chaos_training import train_beside
+
+    call = distsdk.distributed(workers=2, gpu=False, logs="none", trackers=(), run_dir=str(folder / "beside"))
+    return call(train_beside).submit()
+
+
+def how_ended(job: distsdk.Job) -> str:
+    """How a job ended, when it has."""
+    while not job.done():
+        with contextlib.suppress(KeyboardInterrupt):
+            wait([job])
+    return repr(job.exception()) if job.exception() else f"{job.result().status} {job.result().values}"
 
 
 def request(plan: Plan, folder: Path, job: distsdk.Job) -> None:
