@@ -52,7 +52,7 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
     back_s = time.monotonic()
     beside = how_ended(neighbour) if neighbour else ""
     if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
-        result = result or distsdk.last_result()
+        result = result or own(distsdk.last_result(), folder)
     elif error is not None:
         result = getattr(error, "result", None)
     return {
@@ -66,6 +66,11 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
         "neighbour": beside,
         "changed": [name for name, value in surroundings().items() if value != before[name]],
     }
+
+
+def own(result: distsdk.Result | None, folder: Path) -> distsdk.Result | None:
+    """`result` if it is not that of the call beside."""
+    return result if result is not None and Path(result.path).parent == folder else None
 
 
 def called(plan: Plan, folder: Path):
