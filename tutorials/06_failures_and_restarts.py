@@ -19,7 +19,7 @@ from distsdk.testing import faults
 def train(digits, epochs):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    loader = DataLoader(digits, batch_size=32, shuffle=True)
+    loader = distsdk.prepare(DataLoader(digits, batch_size=32, shuffle=True))
     first_epoch = 0
     if (checkpoint := distsdk.get_checkpoint()) is not None:
         state = checkpoint.load()
@@ -27,6 +27,7 @@ def train(digits, epochs):
         optimizer.load_state_dict(state["optimizer"])
         first_epoch = state["epoch"] + 1
     for epoch in range(first_epoch, epochs):
+        loader.sampler.set_epoch(epoch)  # the order of the data is that of this epoch, in whichever attempt
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
@@ -45,7 +46,7 @@ with faults.kill(rank=1, at_step=100):  # 29 steps make an epoch: in the middle 
 print(f"finished in attempt {result.value}, epochs {[row['step'] for row in result.history]}")
 for attempt in result.attempts:
     steps = f"{attempt.steps} steps, {attempt.steps_lost} lost"
-    print(f"attempt {attempt.number}: {attempt.status}, {steps}; {attempt.cause}")
+    print(f"attempt {attempt.number}: {attempt.status}, {steps}{attempt.cause and '; '}{attempt.cause}")
 
 try:
     with faults.raises(ValueError("bad row"), rank=1, at_step=5):

@@ -21,7 +21,7 @@ from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import PROTOCOL, Message, Open, Ready
-from distsdk.worker.lifeline import adopt_orphans
+from distsdk.worker.lifeline import adopt_orphans, show_as
 
 IDLE_S = 600.0
 """Without a run for this long, the agent ends."""
@@ -44,6 +44,7 @@ class Agent:
     def serve(self) -> None:
         """Until the driver is gone; then nothing of ours is left."""
         adopt_orphans()
+        show_as("distsdk-agent")
         try:
             self._loop.run()
         finally:

@@ -21,7 +21,7 @@ from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, ChannelClosed, close_all
 from distsdk.wire.messages import PROTOCOL, Fork, Forked, Message, Ready, Reaped
-from distsdk.worker.lifeline import adopt_orphans, die_with_parent, outlive_parent
+from distsdk.worker.lifeline import adopt_orphans, die_with_parent, outlive_parent, show_as
 
 PRELOADED = ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch._dynamo", "distsdk.worker.main")
 """Imported before the first fork; torch._dynamo because the first optimizer made in a process imports it (1.1 s)."""
@@ -33,6 +33,7 @@ def main(channel: Channel, agent_pid: int) -> None:
     versions = {"torch": str(sys.modules["torch"].__version__)}
     outlive_parent()  # from here on the end of the channel tells: then the workers' groups are killed first
     adopt_orphans()
+    show_as("distsdk-fork")
     channel.send(Ready(PROTOCOL, os.getpid(), NodeInfo(host="", cpus=0, gpus=0), versions, "fork", problem))
     Forkserver(channel, agent_pid).serve()
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -115,7 +116,10 @@ class WorkerLink:
         elif not isinstance(message, FROM_WORKERS):
             close_all(descriptors)
             return
-        self._tell(replace(message, attempt=self.spec.attempt, rank=self.rank), descriptors)
+        changes: dict[str, Any] = {"attempt": self.spec.attempt, "rank": self.rank}
+        if isinstance(message, Reported):
+            changes["progress"] = read_progress(self._box)[0]
+        self._tell(replace(message, **changes), descriptors)
 
     def inspect(self, command: Inspect) -> None:
         """Answer for the worker at once, or ask it, and look from outside when it does not answer."""
@@ -147,7 +151,7 @@ class WorkerLink:
     def _completed(self, inspected: Inspected) -> Inspected:
         state, cpu_s = state_of(self.pid) if self.pid and not self.is_gone else ("", 0.0)
         progress = read_progress(self._box)[0] if self._box >= 0 else inspected.progress
-        return replace(inspected, progress=progress, state=state, cpu_s=cpu_s)
+        return replace(inspected, progress=progress, state=state, cpu_s=cpu_s, pid=self.pid)
 
     def _watch_output(self, pipe: int) -> None:
         def on_readable() -> None:

@@ -163,6 +163,7 @@ class Attempt:
         if isinstance(message, Printed):
             self._logs.on_printed(message)
         elif isinstance(message, Reported):
+            self.ranks[message.rank].progress = message.progress
             self._recorder.on_reported(message)
         elif isinstance(message, Noted):
             self._recorder.on_noted(message)

@@ -68,7 +68,10 @@ def _without_rank(verdict: Verdict, timeout: float | None) -> BaseException:
         case "diverged":
             return DivergenceError(detail)
         case "agent_lost":
-            return AgentLost(f"the local agent process is gone in mid-run. It printed: {detail or 'nothing'}")
+            return AgentLost(
+                "the agent, the process that runs the workers of this machine, is gone in mid-run: it was killed, by "
+                f"someone or for want of memory. It printed: {detail or 'nothing'}"
+            )
         case "not_started":
             return AgentStartError(f"no worker could be started: {detail or 'the agent ended without a word'}")
     return KeyboardInterrupt("the run was stopped")
@@ -108,7 +111,7 @@ def _instance_of(outcome: Raised) -> BaseException:
     return plain()
 
 
-def described(outcome: Outcome) -> str:
+def described(outcome: Outcome, has_hint: bool = True) -> str:
     """How a rank ended, as the end of a sentence that starts with the rank."""
     if isinstance(outcome, Raised):
         return f"raised {outcome.type_name}: {textwrap.shorten(outcome.message, 200, placeholder=' ...')}"
@@ -117,7 +120,7 @@ def described(outcome: Outcome) -> str:
     if isinstance(outcome, Stopped):
         return "stopped as it was asked to"
     if outcome.signal:
-        why = f": {outcome.reason}" if outcome.reason else _HINTS.get(outcome.signal, "")
+        why = f": {outcome.reason}" if outcome.reason else _HINTS.get(outcome.signal, "") if has_hint else ""
         return f"was killed by {outcome.signal}{why}"
     if outcome.reason:
         return f"ended with exit code {outcome.exit_code}: {outcome.reason}"
@@ -163,7 +166,7 @@ def add_notes(
     if tail:
         error.add_note("last lines of its log:\n" + "\n".join(f"    {line}" for line in tail[-NOTE_LINES:]))
     if log_path:
-        error.add_note(f"full log: {log_path}")
+        error.add_note(f"full log: {log_path}" if rank >= 0 else f"run folder, with the logs: {log_path}")
 
 
 def _hint_in(tail: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from distsdk.driver.root_cause import ranks_named
-from distsdk.driver.stacks import place_in
+from distsdk.driver.stacks import called_of_ours, place_in
 from distsdk.wire.messages import GRADIENTS, Inspected, Outcome, Returned, Stopped, Wait
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
@@ -81,8 +81,8 @@ class Scene:
 
 
 def _match(one: Wait, other: Wait) -> bool:
-    sizes_differ = one.op in _SAME_SIZES and one.sizes and other.sizes and one.sizes != other.sizes
-    return one.op == other.op and not sizes_differ
+    is_known = one.op in _SAME_SIZES and min(one.num_elements, other.num_elements) >= 0
+    return one.op == other.op and not (is_known and one.num_elements != other.num_elements)
 
 
 def stuck(scene: Scene) -> list[int]:
@@ -144,14 +144,25 @@ def _same_wait(scene: Scene, rank: int, wait: Wait) -> bool:
 
 
 def _ended_sentence(scene: Scene, ended: list[int], waiting: list[int], wait: Wait) -> str:
-    place = place_in(scene.seen[waiting[0]].stack)
+    seen = scene.seen[waiting[0]]
+    place, steps = place_in(seen.stack), seen.progress.steps
     verb = "waits" if len(waiting) == 1 else "wait"
     have = "has" if len(ended) == 1 else "have"
+    after, at = f" (after {steps})" if steps else "", f" ({place})" if place else ""
     return (
-        f"{ranks_named(ended)} {have} {_how_ended(scene, ended[0])}, and {ranks_named(waiting)} {verb} for it in "
-        f"{named(wait)}{f' ({place})' if place else ''}. Let all ranks take the same number of steps, and decide "
-        "together when to stop (distsdk.all_reduce, distsdk.stop_all)."
+        f"{ranks_named(ended)} {have} {_how_ended(scene, ended[0])}, and {ranks_named(waiting)}{after} {verb} for it "
+        f"in {named(wait, seen.stack)}{at}. {_remedy(wait, seen.stack)}"
     )
+
+
+def _remedy(wait: Wait, stack: str) -> str:
+    if wait.op == GRADIENTS:
+        return (
+            "Let all ranks run the same number of backwards, and decide together when to stop (distsdk.all_reduce, "
+            "distsdk.stop_all)."
+        )
+    name = named(wait, stack).partition(" ")[0]
+    return f"Let all ranks call {name} equally often, also those that have nothing to do there."
 
 
 def _how_ended(scene: Scene, rank: int) -> str:
@@ -167,20 +178,32 @@ def _how_ended(scene: Scene, rank: int) -> str:
     return f"{how} after {reached.backwards} backward(s)" if reached and reached.backwards else how
 
 
-def named(wait: Wait) -> str:
-    """A collective as users know it."""
+def named(wait: Wait, stack: str = "") -> str:
+    """A collective as users know it: by the function that they called, which the stack tells."""
     if wait.op == GRADIENTS:
         return f"{wait.op} in a backward"
     if wait.group == "store":
         return wait.op
-    group = "" if wait.group == "0" else f" of the group of {ranks_named(wait.ranks)}"
-    sizes = f" of sizes {wait.sizes}" if wait.sizes not in ("", "[]") else ""
-    return f"{wait.op} #{wait.seq}{group}{sizes}"
+    own = called_of_ours(stack)
+    name = f"distsdk.{own}" if own else wait.op
+    group = "" if wait.group in ("0", "?") else f" of the group of {ranks_named(wait.ranks)}"
+    return f"{name}{group}{_shape(wait) if not own else ''}"
+
+
+def _shape(wait: Wait) -> str:
+    """The size of what is exchanged; nothing for single numbers and where there is none."""
+    shape = wait.sizes[1:-1] if wait.sizes.startswith("[[") and wait.sizes.count("[") == 2 else wait.sizes
+    return f" of size {shape}" if shape not in ("", "[]") else ""
 
 
 def where(scene: Scene, ranks: Iterable[int]) -> str:
     """What each of `ranks` does and at which line."""
-    return "; ".join(f"rank {rank} {_doing(scene, rank)}" for rank in ranks)
+    return "; ".join(f"rank {rank}{_pid(scene, rank)} {_doing(scene, rank)}" for rank in ranks)
+
+
+def _pid(scene: Scene, rank: int) -> str:
+    seen = scene.seen.get(rank)
+    return f" (pid {seen.pid})" if seen is not None and seen.pid else ""
 
 
 def _doing(scene: Scene, rank: int) -> str:
@@ -192,19 +215,19 @@ def _doing(scene: Scene, rank: int) -> str:
     place = place_in(seen.stack)
     at = f" at {place}" if place else ""
     if seen.state == "T":
-        return "is stopped (SIGSTOP)"
+        return f"is stopped by SIGSTOP (`kill -CONT {seen.pid}` lets it go on)"
     if not seen.has_answered:
         return f"is in native code that holds the interpreter{at}"
     waits = scene.waits_of(rank)
     if waits:
-        return f"waits in {', '.join(map(named, waits))}{at}"
+        return f"waits in {', '.join(named(wait, seen.stack) for wait in waits)}{at}"
     return f"is{at or ' outside of collectives'}"
 
 
 def last_collectives(scene: Scene) -> dict[int, str]:
     """By rank, the collectives it waits in, else how many it has entered in each group."""
     return {
-        rank: ", ".join(map(named, seen.waits))
+        rank: ", ".join(f"{named(wait)} (number {wait.seq})" for wait in seen.waits)
         or "; ".join(f"{count} in {_group_name(group)}" for group, count in seen.done.items() if count)
         or "none"
         for rank, seen in sorted(scene.seen.items())

@@ -115,6 +115,10 @@ class Job(Future[Result[R]], Generic[R]):
         self._num_interrupts += 1
         self.stop(None if self._num_interrupts == 1 else 0.0, reason)
 
+    def pids(self) -> dict[int, int]:
+        """Process id by rank, of the workers of the attempt under way."""
+        return self._run.pids()
+
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
         """Where each rank is now: the Python stacks of all its threads, innermost frame first, the main thread last;
         also while a rank is locked up in native code. Raises UsageError when the job is over."""

@@ -120,6 +120,12 @@ class RankLog:
         if self._to_terminal:
             self._to_terminal(stream, text)
 
+    def mark(self, text: str) -> None:
+        """Write a line of our own, after unfinished ones."""
+        for stream in self._splitters:
+            self.feed(stream, b"", is_end=True)
+        self._file.write(f"[distsdk: {text}]\n".encode())
+
     def close(self) -> None:
         """Write unfinished lines and close the file."""
         for stream in self._splitters:
@@ -172,6 +178,11 @@ class Logs:
             write_to(sys.stdout if stream == "stdout" else sys.stderr, shown)
 
         return to_terminal
+
+    def mark(self, text: str) -> None:
+        """Write a line of our own into the log of each rank."""
+        for log in self._ranks:
+            log.mark(text)
 
     def on_printed(self, printed: Printed) -> None:
         """A rank wrote something."""

@@ -43,7 +43,7 @@ class Run:
         self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
         self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
         self._requests = Requests()
-        self._called_s = time.monotonic()
+        self._called_s, self._started_s = time.monotonic(), 0.0
         self._base = self._base_of_next = 0
         self._why_no_more = ""
         self._attempt = self._next_attempt()
@@ -83,6 +83,8 @@ class Run:
         names = self.recorder.checkpoint_names
         self._base = self._base_of_next
         self.recorder.begin_attempt()
+        if self.attempts:
+            self._logs.mark(f"attempt {len(self.attempts)}")
         sweep(self.call.folder.checkpoints)
         return Attempt(
             self.call, len(self.attempts), names[-1] if names else "", self.recorder, self._logs, self._requests
@@ -92,6 +94,7 @@ class Run:
         """Take down how the attempt ended; True when another is to follow."""
         info = self._info(self._attempt)
         self.attempts.append(info)
+        self._started_s = self._started_s or self._attempt.times.get("started", 0.0)
         if info.steps_lost < info.steps:
             self._base_of_next = info.reached - info.steps_lost
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
@@ -99,7 +102,7 @@ class Run:
             return False
         self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
         if not self._why_no_more:
-            restarts = f"restart {info.number + 1} of at most {self.call.options.max_restarts}"
+            restarts = f"Restart {info.number + 1} of at most {self.call.options.max_restarts}"
             self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
         return not self._why_no_more
 
@@ -125,6 +128,10 @@ class Run:
     def request(self, event: Event) -> None:
         """Feed `event` to the group, from any thread; without effect when the run is over."""
         self._requests.put(event)
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks, as far as they are there."""
+        return {rank: record.pid for rank, record in enumerate(self._attempt.ranks) if record.pid}
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """Where the ranks are. Raises UsageError when the run is over, TimeoutError."""
@@ -213,9 +220,8 @@ class Run:
 
     def _timings(self) -> dict[str, float]:
         ended = self._attempt.times["ended"]
-        started = self._attempt.times.get("started", ended)
-        called = self._attempt.times["called"]
-        return {"start": started - called, "run": ended - started, "total": ended - self._called_s}
+        started = self._started_s or ended
+        return {"start": started - self._called_s, "run": ended - started, "total": ended - self._called_s}
 
 
 def _place_of(attempt: Attempt, rank: int) -> str:
@@ -235,12 +241,17 @@ def _cause_of(attempt: Attempt) -> str:
     """Why an attempt did not complete, short; "" when it did."""
     verdict, group = attempt.verdict, attempt.group
     if verdict.rank >= 0:
-        return f"rank {verdict.rank} {described(group.outcomes[verdict.rank])}"
+        return f"rank {verdict.rank} {described(group.outcomes[verdict.rank], has_hint=False)}"
     if verdict.kind == "interrupted":
         return f"stopped: {group.stop_reason}"
     if verdict.kind == "completed":
         return ""
-    return f"{verdict.kind.replace('_', ' ')}{f': {verdict.detail}' if verdict.detail else ''}"
+    return f"{_KINDS.get(verdict.kind, verdict.kind)}{f': {verdict.detail}' if verdict.detail else ''}".rstrip(".")
+
+
+_KINDS = {
+    "agent_lost": "the agent of node 0 was lost", "not_started": "no worker could be started", "deadline": "timeout",
+}  # fmt: skip
 
 
 def _status_of(verdict: Verdict) -> str:

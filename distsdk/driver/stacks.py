@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from distsdk.worker.outcome import is_users_file
 
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_WORKERS_MAIN, _WAITS = "/distsdk/worker/main.py", "/distsdk/worker/waiting.py"
+_HOME = f"{Path(__file__).parents[1]}/"
+_WORKERS_MAIN, _OURS = "/distsdk/worker/main.py", "/distsdk/worker/explicit.py"
 NOTE_FRAMES = 12
 
 
@@ -65,12 +67,17 @@ def place_in(stack: str) -> str:
     return str(next((frame for frame in frames if frame.is_users), "")) if frames else ""
 
 
+def called_of_ours(stack: str) -> str:
+    """The function of distsdk, like ``gather``, that the main thread is in; "" when it is in none."""
+    frames = [frame for frame in main_thread(stack) if frame.file.endswith(_OURS)]
+    return frames[-1].function if frames else ""
+
+
 def shown(stack: str) -> list[str]:
-    """The main thread for a note, innermost frame first: without what started the worker, and without our own frames
-    between the user's and the innermost."""
+    """The main thread for a note, innermost frame first: the user's frames, and the innermost of all; without those
+    that started the worker, and without torch's and our own in between."""
     frames = main_thread(stack)
     start = next((i for i, frame in enumerate(frames) if frame.file.endswith(_WORKERS_MAIN)), len(frames))
-    inner = frames[:start]
-    inner = [frame for frame in inner if not frame.file.endswith(_WAITS)]
-    kept = [frame for i, frame in enumerate(inner) if i == 0 or frame.is_users or "/distsdk/" not in frame.file]
+    inner = [frame for frame in frames[:start] if not frame.file.startswith(_HOME)] or frames[:start]
+    kept = [frame for i, frame in enumerate(inner) if i == 0 or "/torch/" not in frame.file]
     return [str(frame) for frame in kept[:NOTE_FRAMES]]

@@ -126,8 +126,9 @@ class Watch:
 
     def _stall_sentence(self, scene: Scene, now_s: float) -> str:
         return (
-            f"nothing has moved for {now_s - self.moved_s:.0f} s (stall_timeout={self.stall_timeout:g}): "
-            f"{where(scene, range(scene.num_ranks))}. If a rank needs so long, give a longer stall_timeout, or None."
+            f"no rank has made a step, a report, a collective or a line of output for {now_s - self.moved_s:.0f} s "
+            f"(stall_timeout={self.stall_timeout:g}): {where(scene, range(scene.num_ranks))}. If a rank needs so long, "
+            "give a longer stall_timeout, or None."
         )
 
     def _warning(self, scene: Scene, now_s: float, is_final: bool) -> Finding:

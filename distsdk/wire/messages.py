@@ -60,6 +60,8 @@ class Wait(msgspec.Struct, frozen=True):
     needs: list[int] | None = None
     """The ranks known to be missing; None: to be found out from how far each has come."""
     is_p2p: bool = False
+    """True for a message to or from one of them, whichever that is; also for what nothing more is known about."""
+    num_elements: int = -1
 
 
 GRADIENTS = "the averaging of gradients"
@@ -199,6 +201,8 @@ class Reported(Message, frozen=True):
     """Name of the checkpoint committed with it, in the run folder; `NOT_WRITTEN`: this rank writes none."""
     is_automatic: bool = False
     """True for the checkpoint that is saved at the end when the function saved none."""
+    progress: Progress = Progress()
+    """Filled in by the agent."""
 
 
 class Fingerprinted(Message, frozen=True):
@@ -261,6 +265,7 @@ class Inspected(Message, frozen=True):
     cpu_s: float = 0.0
     """Processor time it has used."""
     has_answered: bool = False
+    pid: int = 0
 
 
 class Exited(Message, frozen=True):

@@ -79,7 +79,7 @@ class Equipment:
         self.context, self.training, self.faults = context, training, faults
         self.send = send
         self.counters = counters or Counters()
-        self.waiting = Waiting(context.world_size)
+        self.waiting = Waiting(context.world_size, context.device != "cpu")
         self.discovery = Discovery()
         self.session = Session(context, send, lambda: self.synchroniser.is_stopping, self.weight_of_report)
         self.session.counters, self.session.resume_from = self.counters, checkpoint

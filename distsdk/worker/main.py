@@ -44,13 +44,14 @@ from distsdk.wire.messages import (
     Stop,
     StopAsked,
     Stopped,
+    Wait,
 )
 from distsdk.wire.pickling import Pickler, at_home, homeward_reducer, pack, unpack
 from distsdk.worker.arguments import modules_in, stateful_in, values_of
 from distsdk.worker.context import context_of
 from distsdk.worker.equipment import Equipment
 from distsdk.worker.faults import faults_for
-from distsdk.worker.lifeline import adopt_orphans, die_with_parent
+from distsdk.worker.lifeline import adopt_orphans, die_with_parent, show_as
 from distsdk.worker.outcome import EXCEPTION_BYTES, raised, safe_text
 from distsdk.worker.process import become, become_main, flush_streams, leave, listen_to_signals, settle_in_main
 from distsdk.worker.randomness import places_of_init, seed_everything
@@ -73,6 +74,7 @@ def run(control: socket.socket) -> None:
     spec, counters = assignment.spec, Counters(descriptors.pop())
     become(spec)
     adopt_orphans()
+    show_as(f"rank {spec.place.rank}: {os.path.basename(spec.run_dir).split('-20')[0]}")
     worker = Worker(spec, channel, counters)
     listen_to_signals(counters, worker.on_sigterm)
     threading.Thread(target=worker.listen, name="distsdk-control", daemon=True).start()
@@ -140,10 +142,11 @@ class Worker:
     def _inspected(self, token: int) -> Inspected:
         """Where this rank is. Looking at what the main thread is just changing may fail; then the stack has to do."""
         waiting, place = self.equipment.waiting, self.spec.place
-        waits, done, is_blocked = [], {}, False
+        waits: list[Wait] = []
+        done: dict[str, int] = {}
+        is_blocked = False
         with contextlib.suppress(Exception):
-            waits, done = waiting.waits(), waiting.done()
-            is_blocked = waiting.is_blocked(waits)
+            waits, done, is_blocked = waiting.look()
         return Inspected(
             self.spec.attempt, place.rank, token, waits, done, is_blocked, self._stack(), has_answered=True
         )

@@ -156,7 +156,7 @@ def test_hang_carries_stacks_and_collectives() -> None:
     error = exception_for(Verdict("hang", detail="rank 0 waits"), {}, {}, None, two_in_a_scene())
     assert isinstance(error, HangError) and str(error) == "rank 0 waits"
     assert list(error.stacks.items()) == [(0, STACK), (1, "x")]
-    assert error.last_collectives == {0: "all_reduce #3", 1: "2 in the default group"}
+    assert error.last_collectives == {0: "all_reduce (number 3)", 1: "2 in the default group"}
     assert error.__notes__ == ["stack of rank 0, innermost first:\n    /home/me/train.py:12 in train"]
 
 
@@ -234,7 +234,7 @@ def test_notes() -> None:
 
 
 def test_notes_without_a_rank() -> None:
-    assert notes(rank=-1, where="") == ["full log: /l"]
+    assert notes(rank=-1, where="") == ["run folder, with the logs: /l"]
 
 
 def test_gloo_s_last_words_are_explained() -> None:

@@ -263,7 +263,7 @@ def test_sentence_about_one_that_has_returned() -> None:
     three = [seen(0, wait(3, ranks=(0, 1, 2)), done=3, stack=STACK), seen(2, wait(3, ranks=(0, 1, 2)), done=3)]
     text = verdict(scene(*three, seen(1, done=2, progress=Progress(steps=2)), ended={1: RETURNED}))
     assert text.startswith(
-        "rank 1 has returned after 2 optimizer steps, and ranks 0, 2 wait for it in all_reduce #3 "
+        "rank 1 has returned after 2 optimizer steps, and ranks 0, 2 wait for it in all_reduce "
         "(/home/me/train.py:12 in train). "
     )
 
@@ -277,20 +277,20 @@ def test_sentence_about_one_that_has_returned() -> None:
 ])  # fmt: skip
 def test_sentences_about_ends(outcome: Outcome, progress: Progress, how: str) -> None:
     text = verdict(scene(seen(0, wait(3), done=3), seen(1, progress=progress), ended={1: outcome}))
-    assert text.startswith(f"rank 1 has {how}, and rank 0 waits for it in all_reduce #3. ")
+    assert text.startswith(f"rank 1 has {how}, and rank 0 waits for it in all_reduce. ")
 
 
 def test_sentence_about_a_mismatch() -> None:
     text = verdict(scene(seen(0, wait(1), done=1, stack=STACK), seen(1, wait(1, "barrier"), done=1)))
     assert "cannot match" in text
-    assert "rank 0 waits in all_reduce #1 at /home/me/train.py:12 in train; rank 1 waits in barrier #1" in text
+    assert "rank 0 waits in all_reduce at /home/me/train.py:12 in train; rank 1 waits in barrier" in text
 
 
 @pytest.mark.parametrize(("one", "text"), [
-    (wait(2), "all_reduce #2"),
-    (wait(2, sizes="[[4, 8]]"), "all_reduce #2 of sizes [[4, 8]]"),
-    (wait(1, "barrier", sizes="[]"), "barrier #1"),
-    (wait(2, group="7", ranks=(0, 1, 2)), "all_reduce #2 of the group of ranks 0-2"),
+    (wait(2), "all_reduce"),
+    (wait(2, sizes="[[4, 8]]"), "all_reduce of size [4, 8]"),
+    (wait(1, "barrier", sizes="[]"), "barrier"),
+    (wait(2, group="7", ranks=(0, 1, 2)), "all_reduce of the group of ranks 0-2"),
     (Wait(GRADIENTS, "gradients", 4, [0, 1]), "the averaging of gradients in a backward"),
     (Wait("the exchange of 'order'", "store", 1, [0, 1]), "the exchange of 'order'"),
 ])  # fmt: skip
@@ -308,9 +308,9 @@ def test_where() -> None:
         ended={5: RETURNED, 6: Stopped()},
     )
     assert where(replace(several, num_ranks=8), range(8)).split("; ") == [
-        "rank 0 waits in all_reduce #1 at /home/me/train.py:12 in train",
+        "rank 0 waits in all_reduce at /home/me/train.py:12 in train",
         "rank 1 is at /home/me/train.py:12 in train",
-        "rank 2 is stopped (SIGSTOP)",
+        "rank 2 is stopped by SIGSTOP (`kill -CONT 0` lets it go on)",
         "rank 3 is in native code that holds the interpreter",
         "rank 4 is outside of collectives",
         "rank 5 has returned",
@@ -322,7 +322,7 @@ def test_where() -> None:
 def test_last_collectives() -> None:
     counts = Inspected(0, 1, 1, done={"0": 3, "gradients": 2, "7": 0, "8": 1}, has_answered=True)
     assert last_collectives(scene(seen(0, wait(4), done=4), counts, seen(2))) == {
-        0: "all_reduce #4",
+        0: "all_reduce (number 4)",
         1: "3 in the default group; 2 in backwards; 1 in group 8",
         2: "none",
     }

@@ -102,7 +102,7 @@ def test_a_stall_that_waits_for_stacks_is_not_lost() -> None:
     watching = watch(None)
     watching.judged(scene(waiting(0), busy(1)), 1.0)
     assert watching.judged(scene(waiting(0), busy(1)), 601.0, is_final=False) == Finding("stall", "")
-    assert watching.judged(scene(waiting(0), busy(1)), 601.4).text.startswith("nothing has moved for 600 s")
+    assert watching.judged(scene(waiting(0), busy(1)), 601.4).text.startswith("no rank has made a step, ")
 
 
 # warnings
@@ -137,7 +137,7 @@ def test_the_warning_says_where_all_are() -> None:
     watching.judged(scene(waiting(0), busy(1, 1.0)), 1.0)
     text = watching.judged(scene(waiting(0), busy(1, 31.0)), 31.0).text
     assert text.splitlines() == [
-        "rank 0 has waited for others for 30 s: rank 0 waits in all_reduce #1 at /home/me/train.py:12 in train; rank 1 "
+        "rank 0 has waited for others for 30 s: rank 0 waits in all_reduce at /home/me/train.py:12 in train; rank 1 "
         "is at /home/me/train.py:12 in train.",
         "stack of ranks 0-1, innermost first:",
         "    /home/me/train.py:12 in train",
@@ -169,7 +169,8 @@ def test_the_stall_says_what_to_do() -> None:
     watching = watch(None, 60.0)
     watching.judged(scene(waiting(0), busy(1)), 1.0)
     text = watching.judged(scene(waiting(0), busy(1)), 61.0).text
-    assert text.startswith("nothing has moved for 60 s (stall_timeout=60): rank 0 waits in all_reduce #1 at ")
+    assert text.startswith("no rank has made a step, a report, a collective or a line of output for 60 s")
+    assert "(stall_timeout=60): rank 0 waits in all_reduce at " in text
     assert text.endswith("give a longer stall_timeout, or None.")
 
 
