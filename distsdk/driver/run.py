@@ -97,7 +97,7 @@ class Run:
         if info.steps_lost < info.steps:
             self._base_of_next = info.reached - info.steps_lost
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
-        if is_final or self._requests.is_stop_wanted:
+        if is_final or self._requests.is_stop_wanted or self._attempt.group.stop_reason:
             return False
         self._why_no_more = no_progress(self.attempts)
         if not self._why_no_more:
