@@ -41,6 +41,8 @@ from distsdk.wire.messages import FINAL_S, Died, Ended, Exited, Failed, Outcome,
 
 EVIDENCE_S = 0.3
 """After an error that may be another rank's fault, how long to wait for that rank's own word."""
+LATE_EVIDENCE_S = 5.0
+"""How long the news of a rank that is known to be dead is waited for."""
 PROMPT_S = 0.02
 """After an error that is nobody else's fault, how long to listen for an earlier one still under way."""
 KILL_S = 10.0
@@ -75,6 +77,8 @@ class WorkerGroup:
     _awaited: Verdict | None = None
     """The verdict that a look is to complete."""
     _look_number: int = 0
+    _looks_for_dead: bool | None = None
+    """True while a look is to show who has died; False afterwards."""
 
     def on(self, event: Event) -> list[Command]:
         """What to do about `event`. Events of other attempts are dropped."""
@@ -106,12 +110,23 @@ class WorkerGroup:
         if has_failed(outcome) and not self._is_waiting_for_evidence:
             self._is_waiting_for_evidence = True
             return self._wait_for_evidence(outcome)
+        if has_failed(outcome) and not is_peer_error(outcome) and self._looks_for_dead is not None:
+            return self._judge()  # what was waited for
         return [self._look_after(SOON_S)] if len(self.outcomes) == 1 else []
 
     def _wait_for_evidence(self, outcome: Outcome) -> list[Command]:
         if isinstance(outcome, Died):  # what is under way is still taken in while the others are killed
             return self._judge()
         return [After(EVIDENCE_S if is_peer_error(outcome) else PROMPT_S, EvidenceComplete())]
+
+    def _on_evidence(self, _event: EvidenceComplete) -> list[Command]:
+        """Where all that has come is that a peer is gone, see who that is: on a busy machine its end may be known
+        late."""
+        only_echoes = not any(has_failed(o) and not is_peer_error(o) for o in self.outcomes.values())
+        if self.verdict or not only_echoes or self._looks_for_dead is not None:
+            return self._judge()
+        self._looks_for_dead = True
+        return [Look(is_deep=False)]
 
     def _reconsider(self, rank: int) -> list[Command]:
         """News that was under way when the others were killed may be the root cause."""
@@ -143,6 +158,9 @@ class WorkerGroup:
         if self.verdict:
             return []
         scene = Scene(event.seen, dict(self.outcomes), self.num_ranks, self.on_gpu)
+        if self._looks_for_dead:
+            self._looks_for_dead = False
+            return [After(LATE_EVIDENCE_S, EvidenceComplete())] if scene.dead() else self._judge()
         if not event.is_deep:
             moves = self.watch.all_move(event.seen, event.now_s) and event.seen.keys() >= set(scene.live())
             return [self._look_after(EVERY_S)] if moves else [Look(is_deep=True)]
@@ -242,7 +260,7 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
     Ended: WorkerGroup._on_ended,
     Exited: WorkerGroup._on_exited,
     Failed: WorkerGroup._on_failed,
-    EvidenceComplete: WorkerGroup._judge,
+    EvidenceComplete: WorkerGroup._on_evidence,
     LookDue: WorkerGroup._on_look_due,
     Looked: WorkerGroup._on_looked,
     StopAsked: WorkerGroup._on_stop_asked,

@@ -32,6 +32,13 @@ class Scene:
         """Ranks whose function still runs."""
         return [rank for rank in range(self.num_ranks) if rank not in self.outcomes]
 
+    def dead(self) -> list[int]:
+        """Live ranks, as far as their outcome is not known, whose process has ended."""
+        return [rank for rank in self.live() if rank in self.seen and self.seen[rank].pid and self._is_dead(rank)]
+
+    def _is_dead(self, rank: int) -> bool:
+        return self.seen[rank].state in ("", "Z", "X")
+
     def all_answered(self) -> bool:
         """True when each live rank has said itself where it is."""
         return all(rank in self.seen and self.seen[rank].has_answered for rank in self.live())
@@ -65,7 +72,7 @@ class Scene:
         seen = self.seen.get(rank)
         if seen is None or not seen.has_answered:  # of one that has ended and does not say, nothing is claimed
             return wait.seq if rank in self.outcomes else 0
-        return seen.done.get(wait.group, 0)
+        return seen.done.get(wait.group, wait.seq)  # a group that it does not know any more was left in order
 
     def clashing(self, rank: int, wait: Wait) -> list[int]:
         """The members that wait in another collective under the same number of the same group."""
@@ -105,14 +112,9 @@ def _can_be_over(scene: Scene, rank: int, wait: Wait, free: set[int]) -> bool:
     if scene.clashing(rank, wait):
         return False
     missing = scene.missing(rank, wait)
-    if wait.is_p2p:  # whom it is for is not known
-        return any(other in free or _may_serve(scene, other, wait) for other in missing)
+    if wait.is_p2p:  # whom it is for is not known, nor what is still on its way
+        return any(other not in scene.outcomes for other in missing)
     return all(other in free for other in missing)
-
-
-def _may_serve(scene: Scene, other: int, wait: Wait) -> bool:
-    """True when `other` is in the opposite of `wait`: it sends where that receives."""
-    return any(theirs.is_p2p and not ("recv" in theirs.op and "recv" in wait.op) for theirs in scene.waits_of(other))
 
 
 def position(scene: Scene) -> object:

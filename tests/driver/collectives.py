@@ -149,7 +149,8 @@ class Model:
     def _inspected(self, state: State, rank: int) -> Inspected:
         parts = self._entered(state, rank)
         waits = [self._wait(part) for part in parts if not self._is_over(state, rank, part)]
-        done = Counter(str(part.entry.group) for part in parts if part.entry.peer is None)
+        done = Counter({str(group): 0 for group, ranks in enumerate(self.groups) if rank in ranks})
+        done.update(str(part.entry.group) for part in parts if part.entry.peer is None)
         is_blocked = state[rank] < len(self.programs[rank]) and not self.can_move(state, rank)
         return Inspected(0, rank, 1, waits, dict(done), is_blocked, has_answered=True)
 

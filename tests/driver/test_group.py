@@ -19,6 +19,7 @@ from distsdk.driver.events import (
     Finish,
     KillOverdue,
     LaunchWorkers,
+    Look,
     LookDue,
     Looked,
     ReleaseWorkers,
@@ -26,7 +27,7 @@ from distsdk.driver.events import (
     StopWorkers,
     Verdict,
 )
-from distsdk.driver.group import EVIDENCE_S, KILL_S, PROMPT_S, WorkerGroup
+from distsdk.driver.group import EVIDENCE_S, KILL_S, LATE_EVIDENCE_S, PROMPT_S, WorkerGroup
 from distsdk.driver.watch import EVERY_S, SOON_S, Watch
 from distsdk.spec import NodeInfo
 from distsdk.wire.messages import (
@@ -130,11 +131,25 @@ def test_an_error_is_waited_on_then_judged(outcome: Outcome, wait_s: float) -> N
     group = running()
     assert group.on(ended(1, outcome)) == [After(wait_s, EvidenceComplete())]
     assert group.verdict is None
-    assert group.on(EvidenceComplete()) == KILL
+    if outcome == PEER_ERROR:  # whose end was it?
+        assert group.on(EvidenceComplete()) == [Look(is_deep=False)]
+        assert group.on(Looked({0: Inspected(0, 0, 1, state="S", pid=7)}, False, 1.0)) == KILL
+    else:
+        assert group.on(EvidenceComplete()) == KILL
     assert group.verdict == Verdict("raised", 1)
     assert fed(group, exited(1), ended(0, KILLED)) == []
     assert group.on(exited(0)) == [Finish()]
     assert group.verdict == Verdict("raised", 1)
+
+
+def test_a_death_whose_news_is_late_is_waited_for() -> None:
+    group = running()
+    fed(group, ended(1, PEER_ERROR))
+    assert group.on(EvidenceComplete()) == [Look(is_deep=False)]
+    gone = Looked({0: Inspected(0, 0, 1, state="Z", pid=7), 1: Inspected(0, 1, 1, state="S", pid=8)}, False, 1.0)
+    assert group.on(gone) == [After(LATE_EVIDENCE_S, EvidenceComplete())]
+    fed(group, ended(0, KILLED))
+    assert group.verdict == Verdict("died", 0)
 
 
 @pytest.mark.parametrize("outcome", [KILLED, EXITED, OUT_OF_MEMORY], ids=["killed", "exit code", "out of memory"])

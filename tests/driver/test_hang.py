@@ -179,7 +179,9 @@ def test_stuck_behind_one_that_is_stuck() -> None:
     inner = wait(1, ranks=(1, 2), group="7")
     outer = wait(1, ranks=(0, 1, 2, 3))
     zero, one, three = seen(0, outer, done=1), seen(1, inner, done=0), seen(3)
-    assert stuck(scene(zero, one, seen(2), three, ended={2: RETURNED})) == [0, 1]
+    two = structs.replace(seen(2), done={"0": 1, "7": 0})
+    assert stuck(scene(zero, one, two, three, ended={2: RETURNED})) == [0, 1]
+    assert stuck(scene(zero, one, seen(2), three, ended={2: RETURNED})) == [0]  # rank 2 has destroyed group 7
 
 
 @pytest.mark.parametrize(("one", "other", "clashes"), [
@@ -201,7 +203,7 @@ def test_messages() -> None:
     assert stuck(scene(seen(0, ask), seen(1), seen(2))) == []
     assert stuck(scene(seen(0, ask), seen(1), seen(2), ended={1: RETURNED})) == []
     assert stuck(scene(seen(0, ask), seen(1), seen(2), ended={1: RETURNED, 2: RETURNED})) == [0]
-    assert stuck(scene(seen(0, ask), seen(1, ask), seen(2, ask))) == [0, 1, 2]
+    assert stuck(scene(seen(0, ask), seen(1, ask), seen(2, ask))) == []  # something may be on its way
 
 
 def test_messages_are_counted_by_themselves() -> None:

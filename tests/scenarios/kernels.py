@@ -46,9 +46,11 @@ class Kernel:
         presser = threading.Thread(target=self._press, args=(num_interrupts,))
         presser.start()
         shown = ""
-        while (message := self._client.get_iopub_msg(timeout=PATIENCE_S))["content"].get("execution_state") != "idle" or (
-            message["parent_header"].get("msg_id") != request
-        ):
+        while True:
+            message = self._client.get_iopub_msg(timeout=PATIENCE_S)
+            is_of_request = message["parent_header"].get("msg_id") == request
+            if is_of_request and message["content"].get("execution_state") == "idle":
+                break
             shown += _shown(message["content"])
         presser.join()
         return shown
