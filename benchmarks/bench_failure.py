@@ -193,7 +193,7 @@ def _torchrun_ends(event: str, folder: Path, process, killer: Killer | None) -> 
         starts = waited_for(folder, ranks("start-1"), lambda: process.poll() is not None)
         killer.join()
         if not starts:
-            errors = [line for line in (folder / "log").read_text().splitlines() if line.startswith("RuntimeError: ")]
+            errors = [line for line in (folder / "log").read_text().splitlines() if "RuntimeError: " in line]
             print(f"torchrun did not restart: {errors[-1] if errors else 'no error'}", file=sys.stderr)
         return {event: since(killer.at_s, max(at for at, _ in starts) if starts else None)}
     back = gone_s([process.pid], 2 * PATIENCE_S)
