@@ -32,6 +32,7 @@ from failure_torchrun import WORKERS, spawned
 from failure_training import train
 
 import distsdk
+from distsdk.agent.reaping import children_of
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 30.0
@@ -191,6 +192,9 @@ def _torchrun_ends(event: str, folder: Path, process, killer: Killer | None) -> 
     if event.startswith("restart"):
         starts = waited_for(folder, ranks("start-1"), lambda: process.poll() is not None)
         killer.join()
+        if not starts:
+            errors = [line for line in (folder / "log").read_text().splitlines() if line.startswith("RuntimeError: ")]
+            print(f"torchrun did not restart: {errors[-1] if errors else 'no error'}", file=sys.stderr)
         return {event: since(killer.at_s, max(at for at, _ in starts) if starts else None)}
     back = gone_s([process.pid], 2 * PATIENCE_S)
     if killer:
@@ -203,12 +207,11 @@ def _torchrun_ends(event: str, folder: Path, process, killer: Killer | None) -> 
 
 
 def end_all(process, folder: Path) -> None:
-    """Kill torchrun and whatever workers it left."""
-    for name in [*ranks("start-0"), *ranks("start-1")]:
-        if said := told(folder, name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(said[1], signal.SIGKILL)
-    process.kill()
+    """Kill torchrun and its workers, also those that it left."""
+    left = [said[1] for name in [*ranks("start-0"), *ranks("start-1")] if (said := told(folder, name))]
+    for pid in [*children_of(process.pid), *left, process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
@@ -227,7 +230,8 @@ def by_spawn(event: str, folder: Path) -> dict[str, float | None]:
 
 
 CONTESTANTS = {"distsdk": by_distsdk, "torchrun": by_torchrun, "spawn": by_spawn}
-SPAWN_DOES = ("kill",)
+DOES = {"spawn": ("kill",), "torchrun": ("kill", "restart", "raise", "return", "agent"), "distsdk": tuple(EVENTS)}
+"""torchrun knows no checkpoints: with one its restart is the same."""
 
 
 def measure(num_rounds: int, events: list[str], names: list[str]) -> Figures:
@@ -236,7 +240,7 @@ def measure(num_rounds: int, events: list[str], names: list[str]) -> Figures:
     for round_ in range(num_rounds):
         for event in events:
             for name in names if round_ % 2 else reversed(names):
-                if name != "spawn" or event in SPAWN_DOES:
+                if event in DOES[name]:
                     add(found, name, one_try(event, name))
         print(f"round {round_ + 1} of {num_rounds}", file=sys.stderr)
     return {event: columns for event, columns in found.items() if columns}

@@ -23,7 +23,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, plan_of
+from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, neighbour_survives, plan_of
+from chaos_training import STEPS_BESIDE
 from chaos_watch import Driver, Family, files_left, unreadable, waited_until_gone
 
 BEGIN_S = 60.0
@@ -164,6 +165,8 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
         report.seconds = max(0.0, back_s - max(hits[-1], injector.second_s)) if hits else None
         report.orphans = described(waited_until_gone(family.left))
         report.left = ", ".join(sorted(waited_until_gone(lambda: files_left(driver, family) - files_before)))
+        if driver.process.poll() is None:
+            report.left += waited_until_gone(family.descriptors_left)
         report.unreadable = unreadable(folder, answer)
     if not report.faults:
         shutil.rmtree(folder)
@@ -219,12 +222,27 @@ def judge(report: Report, answer: dict | None, driver: Driver, is_late: bool) ->
         report.wrong = f"{report.ending} after {report.hits} hits; right is {' or '.join(sorted(right))}"
     elif answer and answer.get("changed"):
         report.wrong = f"the call has changed the driver's {', '.join(answer['changed'])}"
-    elif answer and not answer.get("is_late") and not answer["has_result"] and plan.moment != "start":
+    elif answer and not answer.get("is_late") and not answer["has_result"] and not may_lack_result(plan):
         report.wrong = "there is no partial Result"
+    elif answer and neighbour_problem(plan, answer):
+        report.wrong = neighbour_problem(plan, answer)
     elif report.ending == "completed" and answer and not answer.get("is_late"):
         values = [value for value in answer["values"] if value is not None]
         if any(value != values[0] for value in values):
             report.wrong = f"the ranks began differently: {values}"
+
+
+def may_lack_result(plan: Plan) -> bool:
+    """True when the call may have ended before it had a folder, or the last Result may be of the call beside."""
+    return plan.moment == "start" or (plan.neighbour and plan.fault == "cancel")
+
+
+def neighbour_problem(plan: Plan, answer: dict) -> str:
+    """What happened to the call beside, to which nothing may happen."""
+    said = answer.get("neighbour", "")
+    if not said or not neighbour_survives(plan) or said == f"completed {[2.0 * STEPS_BESIDE] * 2}":
+        return ""
+    return f"the call beside ended so: {said}"
 
 
 def described(processes: dict[int, str]) -> str:
@@ -255,6 +273,7 @@ def tell(report: Report) -> None:
     """One line of a run, more of one that went wrong."""
     plan, seconds = report.plan, report.seconds
     shown_fault = f"{plan.fault}, {plan.second}" if plan.second else plan.fault
+    shown_fault += " (beside another)" if plan.neighbour else ""
     shown = "" if seconds is None else f"{seconds:.3f} s"
     print(
         f"{plan.number:4} {shown_fault:30} {plan.moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "
@@ -296,6 +315,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="numbers of runs, separated by commas")
     parser.add_argument("--fault", help="only runs with this fault")
+    parser.add_argument("--moment", help="only runs that are hit at this moment")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that went wrong")
     return parser.parse_args()
 
@@ -306,6 +326,7 @@ def main() -> None:
     numbers = map(int, arguments.only.split(",")) if arguments.only else range(arguments.runs)
     plans = [plan_of(arguments.seed, number) for number in numbers]
     plans = [plan for plan in plans if arguments.fault in (None, plan.fault)]
+    plans = [plan for plan in plans if arguments.moment in (None, plan.moment)]
     root = Path(tempfile.mkdtemp(prefix="distsdk-chaos-"))
     reports = run_all(plans, root)
     print(figures(reports, time.monotonic() - begun))

@@ -5,13 +5,14 @@ python chaos_driver.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 
 from chaos_plan import GRACE_S, HANGS, STALL_S, TIMEOUT_S, Plan
@@ -42,14 +43,16 @@ def main() -> None:
 def ended(plan: Plan, folder: Path) -> dict[str, object]:
     """Make the call of one run; how it ended."""
     before = surroundings()
+    neighbour = called_beside(folder) if plan.neighbour else None
     error, result = None, None
     try:
         result = called(plan, folder)
     except BaseException as caught:
         error = caught
     back_s = time.monotonic()
-    if isinstance(error, CancelledError):
-        result = distsdk.last_result()
+    beside = how_ended(neighbour) if neighbour else ""
+    if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
+        result = result or own(distsdk.last_result(), folder)
     elif error is not None:
         result = getattr(error, "result", None)
     return {
@@ -60,8 +63,14 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
         "status": result.status if result else "",
         "attempts": [info.cause for info in result.attempts] if result else [],
         "values": result.values if result else [],
+        "neighbour": beside,
         "changed": [name for name, value in surroundings().items() if value != before[name]],
     }
+
+
+def own(result: distsdk.Result | None, folder: Path) -> distsdk.Result | None:
+    """`result` if it is not that of the call beside."""
+    return result if result is not None and Path(result.path).parent == folder else None
 
 
 def called(plan: Plan, folder: Path):
@@ -82,8 +91,34 @@ def called(plan: Plan, folder: Path):
     requester.start()
     try:
         return job.result()
+    except KeyboardInterrupt:  # it interrupts the wait for a job, not the job
+        job.cancel()
+        raise
     finally:
-        requester.join()  # result() of a job that is cancelled raises at once; cancel() returns when it is over
+        wait_for(requester)  # result() of a job that is cancelled raises at once; cancel() returns when it is over
+
+
+def wait_for(thread: threading.Thread) -> None:
+    """Wait for its end, whatever interrupts that."""
+    while thread.is_alive():
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
+
+
+def called_beside(folder: Path) -> distsdk.Job:
+    """Another call, under way."""
+    from chaos_training import train_beside
+
+    call = distsdk.distributed(workers=2, gpu=False, logs="none", trackers=(), run_dir=str(folder / "beside"))
+    return call(train_beside).submit()
+
+
+def how_ended(job: distsdk.Job) -> str:
+    """How a job ended, when it has."""
+    while not job.done():
+        with contextlib.suppress(KeyboardInterrupt):
+            wait([job])
+    return repr(job.exception()) if job.exception() else f"{job.result().status} {job.result().values}"
 
 
 def request(plan: Plan, folder: Path, job: distsdk.Job) -> None:

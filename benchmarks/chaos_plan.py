@@ -28,6 +28,8 @@ _DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown
 """What comes from outside comes up to so long after the moment."""
 STALL_S = 2.0
 GRACE_S = 0.5
+COLD_S = 40.0
+"""An interpreter that imports torch may need so long on a machine that is busy with other things."""
 TIMEOUT_S = 1.0
 
 EXIT_CODE = 7
@@ -60,6 +62,8 @@ class Plan:
     second: str
     """What else comes from outside, to any rank, `second_after_s` after the first; "": nothing."""
     second_after_s: float
+    neighbour: bool
+    """True: another call is under way at the same time, to which nothing may happen."""
 
     @property
     def repeat(self) -> str:
@@ -75,7 +79,7 @@ def plan_of(seed: int, number: int) -> Plan:
     start = draw.choices(("fork", "exec"), (30, 1))[0]
     workers = 2 if start == "exec" else draw.choices((2, 3, 4), (5, 3, 2))[0]
     max_restarts = draw.choice((0, 0, 1))
-    return Plan(
+    plan = Plan(
         seed=seed,
         number=number,
         fault=fault,
@@ -92,7 +96,17 @@ def plan_of(seed: int, number: int) -> Plan:
         with_children=draw.random() < 0.25,
         second=draw.choice(SECONDS) if fault in CAN_BE_FOLLOWED and draw.random() < 0.25 else "",
         second_after_s=draw.random() ** 2 * 0.5,
+        neighbour=draw.random() < 0.2,
     )
+    hits_any_worker = plan.second in ("kill_worker", "sigterm_worker") or (
+        plan.moment == "start" and plan.fault in ("kill_worker", "sigstop")
+    )
+    return dataclasses.replace(plan, neighbour=plan.neighbour and not hits_any_worker and start == "fork")
+
+
+def neighbour_survives(plan: Plan) -> bool:
+    """False when what happens is not confined to one call."""
+    return not {plan.fault, plan.second} & {"kill_agent", "kill_forkserver", *ENDS_THE_DRIVER}
 
 
 def _weight(fault: str) -> float:
@@ -184,7 +198,9 @@ _ENDINGS = {
 
 def bound_s(plan: Plan) -> float:
     """Seconds from the last hit within which control must be back: generous, the figures tell how long it takes."""
-    bound = 8.0 + (8.0 if plan.start == "exec" else 0.0)
+    bound = 8.0
+    if plan.start == "exec" or (plan.max_restarts and {plan.fault, plan.second} & {"kill_agent", "kill_forkserver"}):
+        bound += COLD_S
     if plan.fault in ("sleep_for_ever", "hold_gil", "sigstop"):
         bound += STALL_S + 5.0  # a stopped worker that was released is killed after five seconds
     if plan.is_deaf:

@@ -142,3 +142,20 @@ def steps(plan: Plan, life: Life) -> None:
             save = {"model": model} if step % 10 == 0 else None
             distsdk.report({"loss": loss.item()}, checkpoint=save)
             time.sleep(0.005)
+
+
+STEPS_BESIDE = 40
+
+
+def train_beside() -> float:
+    """What a call does to which nothing happens: some collectives, for a moment."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.zeros(1)
+    for _ in range(STEPS_BESIDE):
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        total += ones
+        time.sleep(0.005)
+    return total.item()

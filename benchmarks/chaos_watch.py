@@ -19,9 +19,13 @@ HERE = Path(__file__).resolve().parent
 TAG = "DISTSDK_CHAOS_TAG"
 GONE_S = 2.0
 """After control is back, what a run has started has so long to go."""
+SPARE_FILES = 4
+"""So many more descriptors than at first are no leak: those of an agent that ends just now, a pipe of a thread."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_TORCH = "torchinductor_"
 """A folder that torch makes when it is imported."""
+_PID_IN_NAME = re.compile(r"torch_(\d+)_")
+"""Of memory that torch shares; other names tell nothing about whose they are."""
 Processes = dict[int, tuple[int, int, str]]
 """By pid: parent, time of start in ticks, state."""
 
@@ -41,6 +45,8 @@ class Driver:
         )  # fmt: skip
         os.set_blocking(self.process.stdout.fileno(), False)
         self._unread = b""
+        self.num_files: dict[int, int] = {}
+        """By process that stays warm: how many descriptors it had after its first run."""
 
     def order(self, plan: Plan, folder: Path) -> None:
         """Have a call made."""
@@ -102,6 +108,16 @@ class Family:
     def _warm(self, now: Processes) -> set[int]:
         agent, server = self.agent(), self.forkserver()
         return {self._driver.process.pid, *[pid for pid in (agent, server) if pid is not None]}
+
+    def descriptors_left(self) -> str:
+        """Which of the processes that stay has more descriptors than after its first run, in words."""
+        found, first = [], self._driver.num_files
+        for pid in self._warm(processes()):
+            with contextlib.suppress(OSError):
+                now = len(os.listdir(f"/proc/{pid}/fd"))
+                if now > first.setdefault(pid, now) + SPARE_FILES:
+                    found.append(f"{command_of(pid)} has {now} descriptors, had {first[pid]}")
+        return ", ".join(found)
 
     def workers(self) -> list[int]:
         """The worker processes there are, in order of their start."""
@@ -170,9 +186,9 @@ def is_module(pid: int, name: str) -> bool:
 def files_left(driver: Driver, family: Family) -> set[str]:
     """What is in the driver's folder for temporary files, and in shared memory by the name of a process of ours."""
     names = [file for file in driver.tmp.rglob("*") if _OF_TORCH not in str(file)]
-    pids = {str(pid) for pid in family.pids}
     shared = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
-    return {str(file) for file in [*names, *[file for file in shared if pids & set(re.findall(r"\d+", file.name))]]}
+    ours = [file for file in shared if (found := _PID_IN_NAME.match(file.name)) and int(found[1]) in family.pids]
+    return {str(file) for file in [*names, *ours]}
 
 
 def waited_until_gone(look) -> object:

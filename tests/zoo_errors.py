@@ -3,10 +3,12 @@ training function."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+from multiprocessing import shared_memory
 from typing import Any
 
 import torch
@@ -197,6 +199,15 @@ def leaves_loader_processes() -> list[int]:
     next(reading)
     KEPT.append(reading)
     return [process.pid for process in reading._workers]
+
+
+def leaves_named_memory() -> list[str]:
+    """A lock of a spawning context and a block of shared memory, which Python's resource tracker has to unlink; returns
+    their files in /dev/shm."""
+    lock: Any = multiprocessing.get_context("spawn").Lock()
+    block = shared_memory.SharedMemory(create=True, size=1000)
+    KEPT.extend([lock, block])
+    return [f"sem.{lock._semlock.name.lstrip('/')}", block.name]
 
 
 def wraps_the_end_of_a_peer(form: str, ending: str) -> None:

@@ -20,6 +20,15 @@ def state_of(pid: int, proc: Path = PROC) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
 
 
+def handles(pid: int, number: int, proc: Path = PROC) -> bool:
+    """True when a process has a handler for this signal: without one it would be killed by it."""
+    try:
+        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", (proc / str(pid) / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return bool(found and int(found[1], 16) >> (number - 1) & 1)
+
+
 def oom_kills(proc: Path = PROC, groups: Path = Path("/sys/fs/cgroup")) -> int:
     """How many processes the kernel has killed for lack of memory: on this machine, and in our control group."""
     return _count(proc / "vmstat") + sum(_count(file) for file in _group_files(proc, groups))

@@ -13,7 +13,9 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 
+from multiprocess import process
 from multiprocess.context import ForkProcess
 
 from distsdk.agent.reaping import collect, kill_group, kill_orphans
@@ -112,6 +114,8 @@ class Forkserver:
                     else:
                         self._reap(key.fd)
         except ChannelClosed:
+            pass
+        finally:
             for _, child in self._children.values():
                 kill_group(child.pid)
             kill_orphans(known=())
@@ -128,6 +132,7 @@ class Forkserver:
     def _fork(self, ticket: int, descriptors: list[int]) -> None:
         child = Worker(descriptors)
         child.start()
+        process._children.discard(child)  # or multiprocess would collect those that have ended, and wait for the others
         for descriptor in descriptors:
             os.close(descriptor)
         # not the sentinel pipe: grandchildren inherit its other end, so it would report the death of the last of them
@@ -152,5 +157,9 @@ class Forkserver:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(int(sys.argv[2]))
-    main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
+    try:
+        main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # nothing is left to do, and an interpreter with torch takes a second to find that out

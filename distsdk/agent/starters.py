@@ -19,8 +19,14 @@ from distsdk.wire.loop import Loop
 from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
 
 OnPid = Callable[[int], None]
-OnGone = Callable[[int, int], None]
-"""Called with the exit code (negative: the signal) and the peak of resident memory in bytes."""
+class OnGone(Protocol):
+    """Called when a worker is gone."""
+
+    def __call__(self, status: int, peak_bytes: int, reason: str = "", /) -> None:
+        """Its exit code (negative: the signal), the peak of resident memory, and why it was killed, where that is
+        known."""
+
+
 OnReady = Callable[[str], None]
 
 
@@ -125,6 +131,9 @@ class _Ticket:
     pid: int = 0
 
 
+_FORKSERVER_GONE = "the forkserver, the process that workers are forked from, was killed, and its workers with it"
+
+
 class ForkStarter:
     """Workers forked from the forkserver, which is started with it."""
 
@@ -189,7 +198,7 @@ class ForkStarter:
                 kill_group(ticket.pid)
         kill_orphans(self._known_children())  # the workers came to us, and what they had started comes after them
         for ticket in tickets.values():
-            ticket.on_gone(-signal.SIGKILL, 0)
+            ticket.on_gone(-signal.SIGKILL, 0, _FORKSERVER_GONE)
 
     @property
     def pid(self) -> int:

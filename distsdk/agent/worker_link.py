@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distsdk.agent.evidence import oom_kills, oom_reason, state_of
+from distsdk.agent.evidence import handles, oom_kills, oom_reason, state_of
 from distsdk.agent.reaping import kill_group
 from distsdk.agent.sockets import new_socket_folder, remove_socket_folder
 from distsdk.agent.starters import Starter
@@ -61,7 +61,7 @@ class WorkerLink:
         self.is_started = self.has_outcome = self.is_gone = self.kill_asked = False
         self._loop, self._tell, self._backlog = loop, tell, backlog
         self._is_paused = False
-        self._box = new_box()
+        self._box = new_box(spec.run_id)
         self._kills_before = oom_kills()
         self._asked: int | None = None
         """Token of the inspection that the worker has not answered."""
@@ -106,7 +106,7 @@ class WorkerLink:
         if isinstance(message, Ended):
             self.has_outcome = True
             self._drain_output()  # the worker flushed before it sent this
-            message = replace(message, progress=read_progress(self._box)[0])
+            message = replace(message, progress=read_progress(self._box))
         elif isinstance(message, Inspected):
             if message.token != self._asked:  # it came too late
                 close_all(descriptors)
@@ -118,7 +118,7 @@ class WorkerLink:
             return
         changes: dict[str, Any] = {"attempt": self.spec.attempt, "rank": self.rank}
         if isinstance(message, Reported):
-            changes["progress"] = read_progress(self._box)[0]
+            changes["progress"] = read_progress(self._box)
         self._tell(replace(message, **changes), descriptors)
 
     def inspect(self, command: Inspect) -> None:
@@ -138,7 +138,7 @@ class WorkerLink:
         if not by_signal:
             self._answer_for_it(plain)
             return
-        if self.pid and read_progress(self._box)[1]:
+        if self.pid and handles(self.pid, STACK_SIGNAL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, STACK_SIGNAL)
         self._loop.later(DUMP_S, lambda: self._answer_for_it(plain))
@@ -150,7 +150,7 @@ class WorkerLink:
 
     def _completed(self, inspected: Inspected) -> Inspected:
         state, cpu_s = state_of(self.pid) if self.pid and not self.is_gone else ("", 0.0)
-        progress = read_progress(self._box)[0] if self._box >= 0 else inspected.progress
+        progress = read_progress(self._box) if self._box >= 0 else inspected.progress
         return replace(inspected, progress=progress, state=state, cpu_s=cpu_s, pid=self.pid)
 
     def _watch_output(self, pipe: int) -> None:
@@ -196,13 +196,13 @@ class WorkerLink:
         del self._pipes[pipe]
         os.close(pipe)
 
-    def _on_gone(self, then: Callable[[], None], status: int, peak_bytes: int) -> None:
+    def _on_gone(self, then: Callable[[], None], status: int, peak_bytes: int, reason: str = "") -> None:
         self.is_gone = True
         self._loop.drain(self._channel)  # what it sent before its end
         self._drain_output()
         if not self.has_outcome:
-            outcome = _died(status, oom_kills() - self._kills_before, peak_bytes)
-            progress, _ = read_progress(self._box)
+            outcome = _died(status, reason or oom_reason(oom_kills() - self._kills_before, peak_bytes))
+            progress = read_progress(self._box)
             self._tell(Ended(self.spec.attempt, self.rank, outcome, time.monotonic(), peak_bytes, progress), [])
         remove_socket_folder(self.spec.socket_folder)
         self._tell(Exited(self.spec.attempt, self.rank), [])
@@ -235,12 +235,11 @@ class WorkerLink:
             kill_group(self.pid)
 
 
-def _died(status: int, num_oom_kills: int, peak_bytes: int) -> Died:
-    if status < 0:
-        name = _signal_name(-status)
-        reason = oom_reason(num_oom_kills, peak_bytes) if name == "SIGKILL" else ""
-        return Died(exit_code=None, signal=name, reason=reason)
-    return Died(exit_code=status, signal=None)
+def _died(status: int, why_killed: str) -> Died:
+    if status >= 0:
+        return Died(exit_code=status, signal=None)
+    name = _signal_name(-status)
+    return Died(exit_code=None, signal=name, reason=why_killed if name == "SIGKILL" else "")
 
 
 def _signal_name(number: int) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import distsdk
 from distsdk.agent.devices import count_gpus
 from distsdk.agent.reaping import kill_marked
+from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.backends.base import AgentHandle, AgentLaunch
 from distsdk.errors import AgentStartError
 from distsdk.spec import NodeInfo
@@ -105,7 +106,7 @@ class _Agent:
         self.channel.close()
         try:
             self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an impatient user, as the program ends
             self.process.kill()
             self.process.wait()
         os.close(self._stderr)
@@ -129,7 +130,7 @@ class LocalAgentHandle:
     """One run on a local agent."""
 
     def __init__(self, agent: _Agent, launch: AgentLaunch) -> None:
-        self._agent, self._run_id = agent, launch.run_id
+        self._agent, self._run_id, self._temporary_folder = agent, launch.run_id, launch.env.get("TMPDIR", "")
         self.channel, theirs = channel_pair()
         with theirs:
             try:
@@ -153,6 +154,7 @@ class LocalAgentHandle:
             self.channel.close()
             if self.poll() is not None:  # what it would have ended itself
                 kill_marked(self._run_id)
+                sweep_socket_folders(self._agent.process.pid, self._temporary_folder)
             _pool.count(self._agent, -1)
 
     def tail(self) -> str:

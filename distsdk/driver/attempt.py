@@ -26,6 +26,7 @@ from distsdk.driver.events import (
     LaunchWorkers,
     Look,
     Looked,
+    ReadyOverdue,
     ReleaseWorkers,
     StopWorkers,
     TellUser,
@@ -62,6 +63,9 @@ from distsdk.wire.messages import (
     Stop,
 )
 from distsdk.wire.pickling import at_home, unpack
+
+STARTING_S = 60.0
+"""What an agent may need to get ready, on top of ``stall_timeout``: it imports torch."""
 
 _OTHER_DATA = (
     "the data of a loader differs between ranks before it is shared out, so samples are lost or used twice: the "
@@ -115,6 +119,8 @@ class Attempt:
             self._loop.watch(self._requests, self._on_requests)
             if deadline_s is not None:
                 self._loop.later(deadline_s - time.monotonic(), lambda: self._feed(DeadlinePassed()))
+            if (limit_s := self.call.options.stall_timeout) is not None:
+                self._loop.later(limit_s + STARTING_S, lambda: self._feed(ReadyOverdue()))
             if self._start_agents():
                 self._loop.run()
         finally:
@@ -210,7 +216,7 @@ class Attempt:
                 self.ranks[ended.rank].value, states = unpack(returned.value, descriptors)
             self.argument_states = states if ended.rank == 0 else self.argument_states
             return ended
-        except Exception as error:
+        except BaseException as error:  # it may do anything; the caller's own interrupts come elsewhere
             text = f"the return value of rank {ended.rank} cannot be loaded here: {type(error).__name__}: {error}"
             return Ended(ended.attempt, ended.rank, Raised(ShipError.__name__, text, "", "", None))
 
@@ -250,13 +256,13 @@ class Attempt:
         self._tell(Release())
 
     def _stop(self, command: StopWorkers) -> None:
-        self._tell(Stop(command.grace_s))
+        self._tell(Stop(command.grace_s, command.reason))
 
     def _after(self, command: After) -> None:
         self._loop.later(command.delay_s, lambda: self._feed(command.event))
 
     def _tell_user(self, command: TellUser) -> None:
-        self._recorder.on_noted(Noted(self.group.attempt, -1, "warning", command.text))
+        self._recorder.on_noted(Noted(self.group.attempt, -1, command.level, command.text))
 
     def _finish(self, _command: Finish) -> None:
         self._loop.stop()

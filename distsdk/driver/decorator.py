@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overlo
 
 from distsdk.driver.call import prepare_call
 from distsdk.driver.display import tell_stopped
-from distsdk.driver.interrupts import stopping_first, wait_until_stopped
+from distsdk.driver.interrupts import stopping_first
 from distsdk.driver.job import Job
 from distsdk.driver.local_run import run_here
 from distsdk.driver.options import resolve
@@ -67,12 +67,7 @@ class Distributed(Generic[P, R]):
         """
         job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
         with stopping_first(job):
-            try:
-                result = job.start().result()
-            except BaseException as stopper:
-                if not _came_from(job, stopper):  # an interrupt, or a signal handler of the user's that raises
-                    _end_stopped(job, stopper)
-                raise
+            result = job.start().result()
         _load_back(self.fn, args, kwargs, job)
         return result
 
@@ -89,12 +84,16 @@ class Distributed(Generic[P, R]):
         """Run on the workers without blocking the event loop.
 
         Cancelling the task (Ctrl-C does that too) stops the run at the next step boundary, or after ``grace_s``;
-        cancelling it again kills it. The partial Result is then ``distsdk.last_result()``. """
+        cancelling it again kills it. The partial Result is then ``distsdk.last_result()``.
+        """
         job = self.submit(*args, **kwargs)
         try:
             result = await _ended(job)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             await _stopped(job)
+            if job.ending is not None:
+                attach_result(cancelled, job.ending)
+                tell_stopped(job.ending.path)
             raise
         _load_back(self.fn, args, kwargs, job)
         return result
@@ -192,23 +191,15 @@ def _folder() -> Path:
         return Path("/")
 
 
-def _came_from(job: Job[Any], error: BaseException) -> bool:
-    return job.cancelled() or (job.done() and job.exception() is error)
-
-
-def _end_stopped(job: Job[Any], stopper: BaseException) -> None:
-    """Stop at a boundary; a second interrupt kills. The partial Result goes onto `stopper`."""
-    wait_until_stopped(job, f"{type(stopper).__name__} in the driver")
-    if not job.has_begun:
-        job.abandon(stopper)
-    if job.ending is not None:
-        attach_result(stopper, job.ending)
-        tell_stopped(job.ending.path)
+WAKE_S = 0.2
 
 
 async def _ended(job: Job[R]) -> Result[R]:
     """The job's result; cancelling this leaves the job alone."""
-    return await asyncio.shield(asyncio.wrap_future(job))
+    future = asyncio.wrap_future(job)
+    while not future.done():  # a notebook's interrupt is noticed when the loop wakes up, and does not wake it itself
+        await asyncio.wait([future], timeout=WAKE_S)
+    return future.result()
 
 
 async def _stopped(job: Job[Any]) -> None:

@@ -141,7 +141,9 @@ def _write(text: str) -> None:
     write_to(sys.stderr, text)
 
 
-def tell_stopped(path: str) -> None:
-    """Where the partial result of a stopped run is. A script's traceback is enough there; a notebook goes on."""
-    if in_notebook():
-        _write(f"distsdk: the run was stopped; its partial result is distsdk.last_result(), in {path}\n")
+def tell_stopped(path: str, *, is_over: bool = False) -> None:
+    """Where the partial result of a stopped run is: in a notebook, which goes on, and (`is_over`) when this process is
+    about to end without a traceback that says so."""
+    if is_over or in_notebook():
+        how = f"distsdk.Result.load({path!r})" if is_over else f"distsdk.last_result(), in {path}"
+        _write(f"distsdk: the run was stopped; its partial result is {how}\n")

@@ -26,6 +26,11 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True)
+class ReadyOverdue:
+    """The agents should long have been ready."""
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """Someone asked to end the run; grace_s 0: now."""
 
@@ -65,7 +70,8 @@ class Diverged:
 
 
 Event = (
-    Message | EvidenceComplete | LookDue | Looked | KillOverdue | DeadlinePassed | StopRequested | AgentGone | Diverged
+    Message | EvidenceComplete | LookDue | Looked | KillOverdue | DeadlinePassed | ReadyOverdue | StopRequested
+    | AgentGone | Diverged
 )
 
 # commands
@@ -86,6 +92,7 @@ class StopWorkers:
     """Stop at a step boundary, interrupted after grace_s and killed soon after; 0: killed now."""
 
     grace_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class TellUser:
     """A sentence for the user."""
 
     text: str
+    level: str = "warning"
 
 
 @dataclass(frozen=True)

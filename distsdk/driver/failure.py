@@ -83,7 +83,7 @@ def _users_exception(outcome: Raised, home: Mapping[int, Any]) -> BaseException:
         try:
             with at_home(home):
                 error = unpack(outcome.exception)
-        except Exception:
+        except BaseException:  # it may do anything
             error = None
     if not isinstance(error, BaseException):
         error = stand_in(outcome)
@@ -137,8 +137,10 @@ _HINTS = {
 }
 
 
-def short_exit(outcome: Outcome | None, is_cause: bool) -> str:
-    """How a rank ended, for `RankInfo.exit`."""
+def short_exit(outcome: Outcome | None, is_cause: bool, was_killed: bool = False) -> str:
+    """How a rank ended, for `RankInfo.exit`. `was_killed`: by distsdk, at the end of a stop."""
+    if was_killed:
+        return "stopped by distsdk"
     match outcome:
         case Returned():
             return "returned"

@@ -27,6 +27,7 @@ from distsdk.driver.events import (
     Look,
     LookDue,
     Looked,
+    ReadyOverdue,
     ReleaseWorkers,
     StopRequested,
     StopWorkers,
@@ -95,6 +96,7 @@ class WorkerGroup:
     def _on_ended(self, event: Ended) -> list[Command]:
         outcome = event.outcome
         if self.stop_reason and not self._is_waiting_for_evidence and _is_collateral(outcome):
+            self.killed |= {event.rank} if is_killed(outcome) else set()
             outcome = Stopped()
         self.outcomes[event.rank] = outcome
         if self.verdict:
@@ -142,7 +144,7 @@ class WorkerGroup:
             return []
         scene = Scene(event.seen, dict(self.outcomes), self.num_ranks, self.on_gpu)
         if not event.is_deep:
-            moves = self.watch.all_move(event.seen, event.now_s)
+            moves = self.watch.all_move(event.seen, event.now_s) and event.seen.keys() >= set(scene.live())
             return [self._look_after(EVERY_S)] if moves else [Look(is_deep=True)]
         self.scene = scene
         if self._awaited:
@@ -191,8 +193,7 @@ class WorkerGroup:
     def _on_stop_asked(self, event: StopAsked) -> list[Command]:
         if self.verdict or self.stop_reason:
             return []
-        reason = f"rank {event.rank}: {event.reason}"
-        return [TellUser(f"the run stops at the next step boundary ({reason})"), *self._stop(self.grace_s, reason)]
+        return self._stop(self.grace_s, f"rank {event.rank}: {event.reason}")
 
     def _on_stop_requested(self, event: StopRequested) -> list[Command]:
         if self.verdict and event.grace_s > 0:
@@ -204,8 +205,18 @@ class WorkerGroup:
 
     def _stop(self, grace_s: float, reason: str) -> list[Command]:
         """The agent interrupts the ranks after the grace and then kills them; this is for an agent that does not."""
-        self.stop_reason = self.stop_reason or reason or "the driver asked for it"
-        return [StopWorkers(grace_s), After(grace_s + FINAL_S + LATE_KILL_S, StopRequested(0))]
+        self.stop_reason = self.stop_reason or reason or "someone asked for it"
+        text = f"the run stops at the next step boundary, at the latest in {grace_s:g} s ({self.stop_reason})"
+        return [
+            TellUser(text, "info"),
+            StopWorkers(grace_s, self.stop_reason),
+            After(grace_s + FINAL_S + LATE_KILL_S, StopRequested(0)),
+        ]
+
+    def _on_ready_overdue(self, _event: ReadyOverdue) -> list[Command]:
+        if self.verdict or self._is_launched:
+            return []
+        return self._end(Verdict("not_started", detail="the agent is there, and does not get ready (is it stopped?)"))
 
     def _on_deadline(self, _event: DeadlinePassed) -> list[Command]:
         detail = self.who_is_late() if self.outcomes and self._is_launched else ""
@@ -237,6 +248,7 @@ _HANDLERS: dict[type, Callable[[WorkerGroup, Any], list[Command]]] = {
     StopAsked: WorkerGroup._on_stop_asked,
     StopRequested: WorkerGroup._on_stop_requested,
     DeadlinePassed: WorkerGroup._on_deadline,
+    ReadyOverdue: WorkerGroup._on_ready_overdue,
     Diverged: WorkerGroup._on_diverged,
     AgentGone: WorkerGroup._on_agent_gone,
     KillOverdue: WorkerGroup._on_overdue,

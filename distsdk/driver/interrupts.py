@@ -13,34 +13,72 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from distsdk.driver.display import tell_stopped
 from distsdk.driver.job import Job, under_way
+from distsdk.driver.run import attach_result
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""A scheduler ends the driver; its terminal is closed. (SIGINT raises KeyboardInterrupt, which needs no handler.)"""
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
+}  # fmt: skip
+"""What is replaced: Ctrl-C, a scheduler that ends the program, a terminal that is closed."""
 
 
 @contextmanager
 def stopping_first(job: Job[Any]) -> Iterator[None]:
-    """Within it, a signal that would end this process stops `job`, and ends it when the block is left; a second one
-    kills the job."""
+    """Within it, a signal stops `job`, and a second one kills it; when the job is over, the first does what it would
+    have done: KeyboardInterrupt with the partial Result, or the end of this process.
+
+    Whatever else ends the block before the job (a handler of the user's that raises) stops the job too.
+    """
     received: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        job.interrupt(f"the driver got {signal.Signals(number).name}")
+        job.interrupt(f"the calling program got {signal.Signals(number).name}")
 
     before = _installed(on_signal)
     try:
         yield
+    except BaseException as error:
+        if not _came_from(job, error):
+            _wait_until_stopped(job, f"{type(error).__name__} in the calling program")
+            _finish(error, job)
+            raise
+        if not received:
+            raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if received:
-            _flush_streams()
-            os.kill(os.getpid(), received[0])
+    if received:
+        _obey(received[0], job)
 
 
-def wait_until_stopped(job: Job[Any], reason: str) -> None:
+def _came_from(job: Job[Any], error: BaseException) -> bool:
+    return job.cancelled() or (job.done() and job.exception() is error)
+
+
+def _obey(number: int, job: Job[Any]) -> None:
+    """Do what the signal would have done, now that the job is over."""
+    if number == signal.SIGINT:
+        interrupt = KeyboardInterrupt()
+        _finish(interrupt, job)
+        raise interrupt
+    tell_stopped(job.path, is_over=True)
+    _flush_streams()
+    os.kill(os.getpid(), number)
+
+
+def _finish(stopper: BaseException, job: Job[Any]) -> None:
+    """The partial Result onto what stopped the job."""
+    if not job.has_begun:
+        job.abandon(stopper)
+    if job.ending is not None:
+        attach_result(stopper, job.ending)
+        stopper.add_note(f"the run was stopped; its partial result is .result, in {job.ending.path}")
+        tell_stopped(job.ending.path)
+
+
+def _wait_until_stopped(job: Job[Any], reason: str) -> None:
     """Interrupt `job` and wait for its end, which comes within the grace; whatever interrupts the wait kills it."""
     while job.has_begun and not job.done():
         try:
@@ -54,8 +92,8 @@ def _installed(on_signal: Any) -> dict[int, Any]:
     """The handlers that were replaced, all of them defaults; none in another thread than the main one."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    defaults = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    return {number: signal.signal(number, on_signal) for number in defaults}
+    plain = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) is default]
+    return {number: signal.signal(number, on_signal) for number in plain}
 
 
 def _flush_streams() -> None:

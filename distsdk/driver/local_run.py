@@ -67,6 +67,7 @@ def _called(
         elif isinstance(message, Noted):
             recorder.on_noted(message)
         elif isinstance(message, StopAsked):
+            equipment.session.stop_reason = message.reason
             equipment.synchroniser.stop_asked = True
 
     context = Context(run_id=run_id, run_dir=str(folder.path))

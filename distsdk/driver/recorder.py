@@ -34,6 +34,8 @@ class Recorder:
     ) -> None:
         self.history = History(num_ranks)
         self.checkpoint_names: list[str] = []
+        self.checkpoint_to_resume = ""
+        """Name of the last one that the function itself has saved."""
         self.display = display
         self.failed_writes = FailedWrites(partial(display.note, "warning"))
         self._folder, self._name, self._config = folder, name, config
@@ -58,6 +60,7 @@ class Recorder:
             self._ranks_not_written.add(report.rank)
         elif report.checkpoint:
             self._has_reported_checkpoint |= not report.is_automatic
+            self.checkpoint_to_resume = self.checkpoint_to_resume if report.is_automatic else report.checkpoint
             self._on_checkpoint(report.checkpoint)
         if report.metrics:
             self._write(list(self.history.newly_settled(time.monotonic())))

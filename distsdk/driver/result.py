@@ -90,7 +90,7 @@ class Result(Generic[R]):
     """What a call gave. Printing it, or showing it in a notebook, tells the story."""
 
     status: str
-    """"completed", "failed" or "interrupted"."""
+    """"completed", "failed" or "interrupted"; loaded from a folder also "unfinished"."""
     path: str
     """The run folder."""
     values: list[R | None]
@@ -200,11 +200,12 @@ class Result(Generic[R]):
 
         `values` are pickled: they are read with trusted=True only (loading them runs code of whoever wrote the
         folder), else they are None; they are not kept on disk at all when they are larger than 64 MB. `error` is a
-        text. Raises CheckpointError when the folder holds no finished run.
+        text. A run that goes on, or whose program was killed, has the status "unfinished", and what it has written so
+        far. Raises CheckpointError when the folder holds no run.
         """
         folder = RunFolder(Path(path))
         if not folder.result_file.is_file():
-            raise CheckpointError(f"{folder.path} holds no finished run: there is no {folder.result_file.name} in it.")
+            return _unfinished(cls, folder)
         saved = read_json(folder.result_file)
         ranks = [RankInfo(**info) for info in saved["ranks"]]
         return cls(
@@ -229,6 +230,25 @@ class Result(Generic[R]):
 
     def _repr_html_(self) -> str:
         return result_html(self)
+
+
+def _unfinished(cls: type[Result[Any]], folder: RunFolder) -> Result[Any]:
+    """What a run has left that did not come to its end."""
+    if not folder.run_file.is_file():
+        raise CheckpointError(f"{folder.path} holds no run: there is no {folder.run_file.name} in it.")
+    run, rows = read_json(folder.run_file), _read_history(folder)
+    checkpoints = folder.checkpoints.glob("[!.]*") if folder.checkpoints.is_dir() else ()
+    return cls(
+        status="unfinished",
+        path=str(folder.path),
+        values=[None] * run["workers"],
+        metrics={name: value for row in rows for name, value in row.items() if name != "step"},
+        history=HistoryTable(rows),
+        ranks=[],
+        name=run["name"],
+        seed=run["seed"],
+        checkpoint_names=[path.name for path in sorted(checkpoints, key=lambda path: (len(path.name), path.name))],
+    )
 
 
 def _save_values(folder: RunFolder, values: list[Any]) -> None:

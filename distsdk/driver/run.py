@@ -80,14 +80,13 @@ class Run:
         self._clean_up()
 
     def _next_attempt(self) -> Attempt:
-        names = self.recorder.checkpoint_names
         self._base = self._base_of_next
         self.recorder.begin_attempt()
         if self.attempts:
             self._logs.mark(f"attempt {len(self.attempts)}")
         sweep(self.call.folder.checkpoints)
         return Attempt(
-            self.call, len(self.attempts), names[-1] if names else "", self.recorder, self._logs, self._requests
+            self.call, len(self.attempts), self.recorder.checkpoint_to_resume, self.recorder, self._logs, self._requests
         )
 
     def _goes_on(self) -> bool:
@@ -98,12 +97,12 @@ class Run:
         if info.steps_lost < info.steps:
             self._base_of_next = info.reached - info.steps_lost
         is_final = not can_restart(self._attempt.verdict, self.call.options, len(self.attempts))
-        if is_final or self._requests.is_stop_wanted:
+        if is_final or self._requests.is_stop_wanted or self._attempt.group.stop_reason:
             return False
-        self._why_no_more, names = no_progress(self.attempts), self.recorder.checkpoint_names
+        self._why_no_more = no_progress(self.attempts)
         if not self._why_no_more:
             restarts = f"Restart {info.number + 1} of at most {self.call.options.max_restarts}"
-            self._tell(f"{info.cause}. {restarts} begins from {names[-1] if names else 'the start'}")
+            self._tell(f"{info.cause}. {restarts} begins from {self.recorder.checkpoint_to_resume or 'the start'}")
         return not self._why_no_more
 
     def _info(self, attempt: Attempt) -> AttemptInfo:
@@ -213,7 +212,7 @@ class Run:
             host=attempt.host,
             pid=attempt.ranks[rank].pid,
             device=self.call.plan.device,
-            exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank),
+            exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank, rank in attempt.group.killed),
             log_path=str(self.call.folder.log_file(rank)),
             metrics=self.recorder.history.last_by_rank.get(rank, {}),
         )

@@ -12,7 +12,7 @@ _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 _HOME = f"{Path(__file__).parents[1]}/"
 _WORKERS_MAIN, _OURS = "/distsdk/worker/main.py", "/distsdk/worker/explicit.py"
-NOTE_FRAMES = 12
+NOTE_FRAMES, INNERMOST = 12, 4
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,7 @@ def shown(stack: str) -> list[str]:
     start = next((i for i, frame in enumerate(frames) if frame.file.endswith(_WORKERS_MAIN)), len(frames))
     inner = [frame for frame in frames[:start] if not frame.file.startswith(_HOME)] or frames[:start]
     kept = [frame for i, frame in enumerate(inner) if i == 0 or "/torch/" not in frame.file]
-    return [str(frame) for frame in kept[:NOTE_FRAMES]]
+    if len(kept) > NOTE_FRAMES:  # those of the user's code matter most
+        rest = [frame for frame in kept[INNERMOST:] if frame.is_users]
+        kept = [*kept[:INNERMOST], *rest[: NOTE_FRAMES - INNERMOST]]
+    return [str(frame) for frame in kept]

@@ -114,9 +114,9 @@ class Watch:
         return self._warning(scene, now_s, is_final)
 
     def _are_idle(self, scene: Scene, limit_s: float, now_s: float) -> bool:
-        """True when no live rank has used the processor for so long."""
-        tracks = [self._tracks.get(rank) if rank in scene.seen else None for rank in scene.live()]
-        return all(track is not None and now_s - track.busy_s >= limit_s for track in tracks)
+        """True when no live rank was seen to use the processor for so long."""
+        tracks = [self._tracks[rank] for rank in scene.live() if rank in self._tracks]
+        return all(now_s - track.busy_s >= limit_s for track in tracks)
 
     def _stands_too_long(self, scene: Scene, now_s: float) -> bool:
         limit = self.stall_timeout
@@ -137,7 +137,8 @@ class Watch:
         if limit is None:
             return Finding()
         waiting = scene.waiting()
-        standing = scene.live() if not waiting and self._are_idle(scene, limit, now_s) else []
+        are_idle = not waiting and self._are_idle(scene, limit, now_s)
+        standing = [rank for rank in scene.live() if rank in self._tracks] if are_idle else []
         long = [rank for rank in waiting or standing if now_s - self._tracks[rank].since_s >= limit]
         if all(self._tracks[rank].has_warned for rank in long):
             return Finding()

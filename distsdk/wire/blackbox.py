@@ -13,27 +13,31 @@ import sys
 
 from distsdk.wire.messages import Progress
 
-STEPS, REPORTS, BACKWARDS, BATCHES, SAVED_AT, IS_LISTENING = range(6)
-"""The counters, eight bytes each, in the order of `Progress`; the last is 1 when `STACK_SIGNAL` is handled."""
+STEPS, REPORTS, BACKWARDS, BATCHES, SAVED_AT = range(5)
+"""The counters, eight bytes each, in the order of `Progress`."""
 PAGE_BYTES = 4096
-_NUMBERS = struct.Struct("=6Q")
+_NUMBERS = struct.Struct("=5Q")
 STACK_BYTES = 200_000
 """More of a stack is not read."""
 STACK_SIGNAL = 64 if sys.platform == "linux" else 31
 """Asks a worker to write its stacks behind the page: the last real-time signal of Linux, which nobody else uses."""
 
 
-def new_box() -> int:
+def box_name(run_id: str) -> str:
+    """What the kernel calls the memory, in /proc/<pid>/maps of a worker and of all that were forked from it."""
+    return f"distsdk-run-{run_id}"
+
+
+def new_box(run_id: str = "") -> int:
     """The descriptor of an empty one."""
-    descriptor = os.memfd_create("distsdk-blackbox", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(box_name(run_id), os.MFD_CLOEXEC)
     os.truncate(descriptor, PAGE_BYTES)
     return descriptor
 
 
-def read_progress(descriptor: int) -> tuple[Progress, bool]:
-    """What the worker has counted, and whether it listens to `STACK_SIGNAL`."""
-    *counted, is_listening = _NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0))
-    return Progress(*counted), bool(is_listening)
+def read_progress(descriptor: int) -> Progress:
+    """What the worker has counted."""
+    return Progress(*_NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0)))
 
 
 def rewind_stack(descriptor: int) -> None:

@@ -139,6 +139,7 @@ class Stop(Message, frozen=True):
     killed now."""
 
     grace_s: float
+    reason: str = ""
 
 
 class Inspect(Message, frozen=True):

@@ -83,6 +83,7 @@ class Equipment:
         self.discovery = Discovery()
         self.session = Session(context, send, lambda: self.synchroniser.is_stopping, self.weight_of_report)
         self.session.counters, self.session.resume_from = self.counters, checkpoint
+        self.session.ask = self._ask_to_stop
         self.sharding = Sharding(
             context, seed, training.is_global,
             self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
@@ -161,6 +162,9 @@ class Equipment:
             self._stack.enter_context(self.batch_statistics.synchronised())
         self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def _ask_to_stop(self) -> None:
+        self.synchroniser.stop_asked = True
 
     def weight_of_report(self) -> float:
         """What a report counts that gives no weight: the samples of this rank's slice of the batch, if it has one."""
@@ -271,7 +275,8 @@ class Equipment:
     def save_models(self) -> None:
         """Commit the state of the trained models, on rank 0, unless the function saved a checkpoint itself."""
         models = self.trained_models()
-        if not models or not self.context.is_main or self.session.num_checkpoints:
+        has_saved = self.session.num_checkpoints or self.session.resume_from  # in an earlier attempt
+        if not models or not self.context.is_main or has_saved:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.latest_step or self.verifier.step

@@ -126,6 +126,7 @@ class Worker:
             while True:
                 for message, _descriptors in self.channel.receive():
                     if isinstance(message, Stop):
+                        self.equipment.session.stop_reason = message.reason
                         self.equipment.synchroniser.stop_asked = True
                     elif isinstance(message, Inspect):
                         self.channel.send(self._inspected(message.token))
@@ -136,6 +137,7 @@ class Worker:
 
     def on_sigterm(self) -> None:
         """Someone wants this process to end: so do all ranks, together."""
+        self.equipment.session.ask_to_stop("SIGTERM")
         with contextlib.suppress(ChannelClosed):
             self.channel.send(StopAsked(self.spec.attempt, self.spec.place.rank, "SIGTERM, as when a job is preempted"))
 
@@ -201,7 +203,7 @@ class Worker:
         """The outcome for what the function raised. A signal's handler may raise meanwhile (torch's does, for each
         loader process that was killed): then it is tried again."""
         for _ in range(TRIES):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 return raised(error, self._pack_exception, self._unpack_own)
         return Raised(type(error).__qualname__, safe_text(error), "", "", None)
 
@@ -239,7 +241,7 @@ class Worker:
     def _returned(self, value: tuple[Any, Any], by_exit: bool = False) -> tuple[Outcome, list[int]]:
         try:
             parcel, descriptors = self._pack(value)
-        except Exception as error:
+        except BaseException as error:  # what is pickled may do anything
             path, part = culprit("value", value[0], self._pack) or ("value", value[0])
             raise_later = ShipError(
                 f"the return value of rank {self.spec.place.rank} cannot be sent back: {path} is a "

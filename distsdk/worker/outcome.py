@@ -148,7 +148,7 @@ def _round_trip(obj: Any, pack: Pack, unpack: Unpack) -> tuple[Parcel | None, An
     try:
         parcel = _inline(obj, pack)
         return (parcel, unpack(parcel)) if parcel is not None else (None, None)
-    except Exception:
+    except BaseException:  # what is loaded may do anything
         return None, None
 
 

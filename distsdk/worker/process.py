@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from distsdk.spec import WorkerSpec
-from distsdk.wire.blackbox import IS_LISTENING, STACK_SIGNAL, Counters
+from distsdk.wire.blackbox import STACK_SIGNAL, Counters
 from distsdk.worker.context import torchrun_environment
 
 MAIN_NAMES = ("__main__", "__mp_main__")
@@ -87,7 +87,6 @@ def listen_to_signals(counters: Counters, on_sigterm: Callable[[], None]) -> Non
     os.register_at_fork(after_in_child=undo)
     if counters.descriptor is not None:
         faulthandler.register(STACK_SIGNAL, file=counters.descriptor, all_threads=True)
-        counters.set(IS_LISTENING, 1)
 
 
 def become_main(spec: WorkerSpec) -> types.ModuleType:

@@ -40,9 +40,19 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     resume_from: str = ""
     """Name of the checkpoint that an earlier attempt committed last; "": there is none."""
+    stop_reason: str = ""
+    """Why this rank was asked to stop."""
     _told: set[str] = field(default_factory=set)
     on_event: Callable[[str], None] | None = None
     """Told of each "report" before, and "reported" after it, where faults are planned."""
+
+    ask: Callable[[], None] = lambda: None
+    """Lets this rank tell the others in its next backward that all are to stop."""
+
+    def ask_to_stop(self, reason: str) -> None:
+        """At the next boundary; the driver may ask too, a moment later."""
+        self.stop_reason = reason
+        self.ask()
 
     def note(self, level: str, text: str) -> None:
         """A sentence for the user, once."""
@@ -62,7 +72,7 @@ class Session:
     def leave_if_stopping(self) -> None:
         """Raise StopTraining at a boundary where all ranks do."""
         if self.is_stopping():
-            raise StopTraining("the run was asked to stop")
+            raise StopTraining(f"the run was asked to stop: {self.stop_reason or 'by another rank'}")
 
 
 _current: Session | None = None
@@ -100,6 +110,7 @@ def stop_all(reason: str) -> None:
     """
     if _current is not None and _current.pid == os.getpid():
         context = _current.context
+        _current.ask_to_stop(str(reason))
         _current.send(StopAsked(context.attempt, context.rank, str(reason)))
 
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distsdk.agent.reaping import children_of, collect, kill_group, kill_orphans
+from distsdk.agent.processes import children_of
+from distsdk.agent.reaping import collect, kill_group, kill_orphans
 from distsdk.worker.lifeline import adopt_orphans
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]

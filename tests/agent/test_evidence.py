@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distsdk.agent.evidence import oom_kills, oom_reason, state_of
+from distsdk.agent.evidence import handles, oom_kills, oom_reason, state_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -104,3 +105,13 @@ def test_kills_on_this_machine_only_grow() -> None:
 def test_reason() -> None:
     assert oom_reason(0, 1 << 30) == "" == oom_reason(-1, 1 << 30)
     assert oom_reason(1, 3 << 30).startswith("the kernel killed it because memory ran out (it had used up to 3072 MB)")
+
+
+def test_handles_says_whether_a_signal_would_kill() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert handles(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not handles(os.getpid(), signal.SIGUSR1)
+    assert not handles(1 << 22, signal.SIGUSR1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distsdk.agent.reaping import children_of
+from distsdk.agent.processes import children_of
 from tests.agent.reapers import SIZE, SLEEPS
 
 HOME = Path(__file__).parents[2]

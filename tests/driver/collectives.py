@@ -156,7 +156,9 @@ class Model:
     def _wait(self, part: Part) -> Wait:
         entry = part.entry
         ranks = list(self.groups[entry.group])
-        return Wait(entry.op, str(entry.group), part.seq, ranks, entry.sizes, is_p2p=entry.peer is not None)
+        number = int(entry.sizes.strip("[]"))
+        is_p2p = entry.peer is not None
+        return Wait(entry.op, str(entry.group), part.seq, ranks, entry.sizes, is_p2p=is_p2p, num_elements=number)
 
 
 def _row(entry: Entry) -> Any:

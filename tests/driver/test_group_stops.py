@@ -29,7 +29,9 @@ from tests.driver.test_group import (
 def test_stop_reaches_a_boundary() -> None:
     group = running()
     late = After(5.0 + FINAL_S + LATE_KILL_S, StopRequested(0))
-    assert group.on(StopRequested(5.0, "Job.stop()")) == [StopWorkers(5.0), late]
+    told, *commands = group.on(StopRequested(5.0, "Job.stop()"))
+    assert commands == [StopWorkers(5.0, "Job.stop()"), late]
+    assert told == TellUser("the run stops at the next step boundary, at the latest in 5 s (Job.stop())", "info")
     assert group.verdict is None and group.stop_reason == "Job.stop()"
     group.on(ended(0, STOPPED))
     assert group.on(ended(1, STOPPED)) == RELEASE
@@ -54,7 +56,7 @@ def test_a_second_stop_is_passed_on_and_the_first_reason_kept() -> None:
     """It may give less time."""
     group = running()
     group.on(StopRequested(5.0, "the first"))
-    assert group.on(StopRequested(1.0, "the second"))[0] == StopWorkers(1.0)
+    assert group.on(StopRequested(1.0, "the second"))[1] == StopWorkers(1.0, "the first")
     assert group.stop_reason == "the first"
 
 
@@ -121,8 +123,8 @@ def test_kill_of_a_run_that_is_leaving() -> None:
 def test_a_rank_asks_for_a_stop() -> None:
     group = running(grace_s=3.0)
     told, *commands = group.on(StopAsked(0, 1, "SIGTERM"))
-    assert isinstance(told, TellUser) and "next step boundary (rank 1: SIGTERM)" in told.text
-    assert commands == [StopWorkers(3.0), After(3.0 + FINAL_S + LATE_KILL_S, StopRequested(0))]
+    assert isinstance(told, TellUser) and "at the latest in 3 s (rank 1: SIGTERM)" in told.text
+    assert commands == [StopWorkers(3.0, "rank 1: SIGTERM"), After(3.0 + FINAL_S + LATE_KILL_S, StopRequested(0))]
     assert group.on(StopAsked(0, 0, "SIGTERM")) == []  # all ranks get one when a job is preempted
     fed(group, ended(0, STOPPED), ended(1, STOPPED))
     assert group.verdict == Verdict("interrupted") and group.stop_reason == "rank 1: SIGTERM"

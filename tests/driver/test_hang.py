@@ -185,10 +185,11 @@ def test_stuck_behind_one_that_is_stuck() -> None:
 @pytest.mark.parametrize(("one", "other", "clashes"), [
     (wait(1), wait(1), False),
     (wait(1, "all_reduce"), wait(1, "barrier"), True),
-    (wait(1, sizes="[[4]]"), wait(1, sizes="[[5]]"), True),
-    (wait(1, sizes="[[4]]"), wait(1, sizes=""), False),
-    (wait(1, "broadcast", sizes="[[4]]"), wait(1, "broadcast", sizes="[[5]]"), True),
-    (wait(1, "all_gather", sizes="[[4]]"), wait(1, "all_gather", sizes="[[5]]"), False),
+    (wait(1, num_elements=4), wait(1, num_elements=5), True),
+    (wait(1, sizes="[[4]]", num_elements=4), wait(1, sizes="[[2, 2]]", num_elements=4), False),
+    (wait(1, num_elements=4), wait(1), False),
+    (wait(1, "broadcast", num_elements=4), wait(1, "broadcast", num_elements=5), True),
+    (wait(1, "all_gather", num_elements=4), wait(1, "all_gather", num_elements=5), False),
 ])  # fmt: skip
 def test_collectives_that_do_not_match(one: Wait, other: Wait, clashes: bool) -> None:
     assert stuck(scene(seen(0, one, done=1), seen(1, other, done=1))) == ([0, 1] if clashes else [])

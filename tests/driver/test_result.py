@@ -85,7 +85,7 @@ def test_torn_last_line_of_the_history(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "nowhere"])
 def test_folder_without_a_finished_run(tmp_path: Path, place: str) -> None:
-    with pytest.raises(CheckpointError, match="holds no finished run: there is no result.json"):
+    with pytest.raises(CheckpointError, match="holds no run: there is no run.json"):
         Result.load(tmp_path / place)
 
 

@@ -215,10 +215,14 @@ def test_no_stall() -> None:
     assert kinds(watch(None, None), rows) == {}
 
 
-def test_a_rank_that_does_not_say_where_it_is_is_not_idle() -> None:
-    """There may be anything behind it."""
-    rows = ((float(s), Scene({0: busy(0, 5.0)}, {}, 2)) for s in range(1, 2000, 10))
-    assert kinds(watch(None), rows) == {}
+def test_a_rank_whose_agent_says_nothing_is_idle() -> None:
+    """An agent answers for each of its workers, whatever they do."""
+    rows = ((float(s), Scene({0: busy(0, 5.0)}, {}, 2)) for s in range(1, 700, 10))
+    assert min(kinds(watch(None), rows)) == 601.0
+
+
+def test_looks_that_nobody_answers_come_to_a_stall() -> None:
+    assert min(kinds(watch(None), ((float(s), Scene({}, {}, 2)) for s in range(1, 700, 10)))) == 601.0
 
 
 def test_those_who_have_ended_do_not_count_as_idle_or_busy() -> None:

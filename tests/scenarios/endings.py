@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import distsdk
+from tests import zoo
 from tests.leaks import outside_pool, pool_pids
 
 AT_ONCE_S = 10.0
@@ -41,7 +42,10 @@ class Ending(NamedTuple):
 
 
 def ended(call: Callable[..., Any], *args: Any, within_s: float = AT_ONCE_S, **kwargs: Any) -> Ending:
-    """Call it; whatever happens, it has to happen in time and leave nothing behind."""
+    """Call it; whatever happens, it has to happen in time and leave nothing behind. The time does not count what the
+    first call of all takes to import torch."""
+    if not distsdk.pool():
+        distsdk.distributed(workers=1, gpu=False, logs="none")(zoo.rank)()
     before, start = _surroundings(), time.monotonic()
     error = result = None
     try:
@@ -51,6 +55,7 @@ def ended(call: Callable[..., Any], *args: Any, within_s: float = AT_ONCE_S, **k
     seconds = time.monotonic() - start
     assert seconds < within_s, f"took {seconds:.1f} s, and ended with {error!r}"
     assert_as_before(before)
+    assert_no_shared_memory(result)
     return Ending(error, result, seconds)
 
 
@@ -62,11 +67,11 @@ def assert_names_the_place(ending: Ending, rank: int, file: str) -> None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    return sys.excepthook, dist.is_initialized(), set(outside_pool()), _ports(), _shared_memory()
+    return sys.excepthook, dist.is_initialized(), set(outside_pool()), _ports()
 
 
 def assert_as_before(before: tuple[Any, ...]) -> None:
-    """No process, listening socket or file in shared memory that was not there before."""
+    """No process or listening socket that was not there before."""
     end = time.monotonic() + GONE_S
     while (now := _surroundings()) != before and time.monotonic() < end:
         time.sleep(0.02)
@@ -88,10 +93,10 @@ def _sockets(pid: int) -> list[str]:
     return [link[len("socket:[") : -1] for link in links if link.startswith("socket:[")]
 
 
-def _shared_memory() -> set[str]:
-    """Files of torch and multiprocessing whose owner is dead. (Those of other programs that live here come and go.)"""
-    names = [re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")]
-    return {match.string for match in names if match and not os.path.exists(f"/proc/{match[1]}")}
+def assert_no_shared_memory(result: Any) -> None:
+    """None that torch made in a worker. (Such files of other programs come and go.)"""
+    starts = tuple(f"torch_{info.pid}_" for info in result.ranks) if result else ()
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(starts)] == []
 
 
 def is_alive(pid: int) -> bool:

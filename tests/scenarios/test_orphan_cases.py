@@ -25,6 +25,12 @@ from tests.scenarios.endings import ended
 GONE_S = 5.0
 """All that a dead driver had started is gone by then."""
 
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters of the slow tests."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 ENDLESS = """
     import os, subprocess, sys, tempfile, time
     import torch
@@ -44,7 +50,7 @@ ENDLESS = """
 """Each worker has loader processes, with batches in shared memory, and a process in a session of its own."""
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["fork", *slow("exec")])
 def test_the_driver_is_killed_while_its_workers_work(tmp_path: Path, start: str) -> None:
     with driver(tmp_path, ENDLESS, start) as killed:
         killed.wait_for("ready")
@@ -62,9 +68,7 @@ def torch_files_of(running: Driver) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(starts)]
 
 
-@pytest.mark.parametrize("delay", [0.3, 1.0, 1.8, *(
-    pytest.param(number / 10, marks=pytest.mark.slow) for number in range(1, 40, 2)
-)])  # fmt: skip
+@pytest.mark.parametrize("delay", [0.3, *slow(*(number / 10 for number in range(5, 40, 4)))])
 def test_the_driver_is_killed_while_its_workers_start(tmp_path: Path, delay: float) -> None:
     with driver(tmp_path, ENDLESS, "fork") as killed:
         wait_until(lambda: len(killed.pids) > 1, "an agent", patience_s=30)
@@ -105,9 +109,9 @@ CLEANS_UP = """
 """
 
 
-@pytest.mark.parametrize("grace_s", [0.5, pytest.param(5.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grace_s", [0.5, *slow(5.0)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGHUP)])
+@pytest.mark.parametrize("start", ["fork", *slow("exec")])
 def test_a_signal_that_ends_the_driver_leaves_time_to_clean_up(
     tmp_path: Path, number: signal.Signals, start: str, grace_s: float
 ) -> None:
@@ -151,7 +155,7 @@ TRAINS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM)])
 def test_a_training_loop_is_stopped_at_the_same_step_on_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     with driver(tmp_path, TRAINS) as ending:
         ending.wait_for("ready")
@@ -182,11 +186,10 @@ INTERRUPTED = """
     except KeyboardInterrupt as interrupt:
         print("KI", interrupt.result.status, interrupt.result.metrics)
 """
-LONG_GRACE = pytest.param("5.0", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("grace_s", ["1.0", LONG_GRACE])
-@pytest.mark.parametrize("whom", ["group", "driver"])
+@pytest.mark.parametrize("grace_s", ["1.0", *slow("5.0")])
+@pytest.mark.parametrize("whom", ["group", *slow("driver")])
 def test_ctrl_c_once_lets_workers_clean_up(tmp_path: Path, whom: str, grace_s: str) -> None:
     with driver(tmp_path, INTERRUPTED, grace_s, process_group=0) as interrupted:
         interrupted.wait_for("ready")
@@ -203,21 +206,56 @@ def test_ctrl_c_once_lets_workers_clean_up(tmp_path: Path, whom: str, grace_s: s
     assert sorted(file.name for file in tmp_path.glob("clean-*")) == ["clean-0", "clean-1"]
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3, 1.3])
+@pytest.mark.parametrize("pause", [0.3, *slow(0.0, 1.3)])
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path, pause: float) -> None:
-    with driver(tmp_path, INTERRUPTED, "60", process_group=0) as interrupted:
+    grace_s = 60 if pause else 3  # two at once may arrive as one
+    with driver(tmp_path, INTERRUPTED, str(grace_s), process_group=0) as interrupted:
         interrupted.wait_for("ready")
         os.killpg(interrupted.process.pid, signal.SIGINT)
         time.sleep(pause)
         os.killpg(interrupted.process.pid, signal.SIGINT)
-        _, output = interrupted.ended(within_s=6 if pause else 66)  # two at once may arrive as one
+        _, output = interrupted.ended(within_s=10)
         interrupted.assert_nothing_left(GONE_S)
     lines = output.splitlines()
     assert sum(text.startswith("KI") for text in lines) == 1, output
     assert len(lines) < 50
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.4, 1.2])
+INTERRUPTED_OFTEN = """
+    import glob, os, subprocess, threading, time
+    import distsdk
+
+    @distsdk.distributed(workers=2, gpu=False, logs="none", grace_s=2.0)
+    def train(number):
+        open(f"ready-{number}-{distsdk.context().rank}", "w").close()
+        time.sleep(600)
+
+    def interrupt_twice(number):
+        while len(glob.glob(f"ready-{number}-*")) < 2:
+            time.sleep(0.005)
+        kill, microseconds = f"kill -INT {os.getpid()};", ": ;" * 20 * (number % 10)
+        subprocess.run(["sh", "-c", f"{kill} {microseconds} {kill}"])
+
+    for number in range(30):
+        interrupter = threading.Thread(target=interrupt_twice, args=(number,))
+        try:
+            interrupter.start()
+            train(number)
+        except KeyboardInterrupt as interrupt:
+            print("KI", getattr(interrupt, "result", "without a result"), flush=True)
+        interrupter.join()
+"""
+
+
+@pytest.mark.slow
+def test_two_interrupts_at_any_distance_end_every_run(tmp_path: Path) -> None:
+    with driver(tmp_path, INTERRUPTED_OFTEN) as interrupted:
+        _, output = interrupted.ended(within_s=120)
+        interrupted.assert_nothing_left(GONE_S)
+    assert output.count("KI <Result interrupted ") == 30, output
+
+
+@pytest.mark.parametrize("delay", [0.4, *slow(0.0, 0.2, 0.8, 1.2, 1.8, 2.5)])
 def test_ctrl_c_while_workers_start(tmp_path: Path, delay: float) -> None:
     script = """
         import time
@@ -239,19 +277,27 @@ def test_ctrl_c_while_workers_start(tmp_path: Path, delay: float) -> None:
     assert len(output.splitlines()) < 50
 
 
+def interrupt_when_both_work() -> None:
+    wait_until(lambda: os.path.exists("at-work-0") and os.path.exists("at-work-1"), "both at work")
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_calls_after_an_interrupted_one_work_at_once() -> None:
     @distributed(workers=2, gpu=False, logs="none", grace_s=0.3)
     def train(is_slow: bool) -> int:
         if is_slow:
             distsdk.report({"loss": 1.0})
+            open(f"at-work-{distsdk.context().rank}", "w").close()
             time.sleep(600)
         return distsdk.context().rank
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    train(False)
+    interrupter = threading.Thread(target=interrupt_when_both_work)
+    interrupter.start()
     ending = ended(train, True, within_s=15)
-    timer.join()
+    interrupter.join()
     assert type(ending.error) is KeyboardInterrupt
     assert ending.error.result.status == "interrupted"
     assert ending.error.result.metrics == {"loss": 1.0}

@@ -122,7 +122,7 @@ STUBBORN = [
 
 @in_both_starts(STUBBORN, slow=frozenset({"sleeps", "ignores_sigterm_and_sleeps", "blocks_signals_and_sleeps"}))
 def test_time_runs_out_for_a_rank_that_ends_by_force_only(start: str, creature: Creature) -> None:
-    seconds = 1.5 if start == "fork" else 12.0
+    seconds = 1.5 if start == "fork" else 20.0  # which is also what there is to start in
     call = on_two_with(start=start, timeout=seconds)(rank_1_only)
     ending = ended(call, creature.call, *creature.args, within_s=seconds + AT_ONCE_S)
     assert type(ending.error) is DeadlineExceeded
@@ -202,3 +202,15 @@ def test_what_workers_started_is_gone_when_the_run_was_cancelled(creature: Creat
     wait_until(lambda: job.done() or have_both_left(), "both have written")
     assert job.cancel()
     assert_gone(left_pids())
+
+
+@pytest.mark.parametrize("end", ["return", "SIGKILL"])
+def test_named_memory_of_workers_is_gone(end: str) -> None:
+    ended(on_two(leaves), zoo_errors.leaves_named_memory, end)
+    names = [name for rank in range(2) for name in Path(f"left-{rank}").read_text().split()]
+    assert len(names) == 4
+    try:
+        wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), str(names), patience_s=5)
+    finally:
+        for name in names:
+            Path("/dev/shm", name).unlink(missing_ok=True)

@@ -15,7 +15,6 @@ import pytest
 from distsdk.wire.blackbox import (
     BACKWARDS,
     BATCHES,
-    IS_LISTENING,
     PAGE_BYTES,
     REPORTS,
     SAVED_AT,
@@ -40,7 +39,7 @@ def box() -> Iterator[int]:
 
 
 def test_empty(box: int) -> None:
-    assert read_progress(box) == (Progress(), False)
+    assert read_progress(box) == Progress()
     assert read_stack(box) == ""
 
 
@@ -51,24 +50,19 @@ def test_each_counter_is_read_as_what_it_is(box: int, counter: int, field: str) 
     counters = Counters(box)
     counters.add(counter)
     counters.add(counter)
-    assert read_progress(box) == (Progress(**{field: 2}), False)
+    assert read_progress(box) == Progress(**{field: 2})
     counters.set(counter, 2**63)
-    assert read_progress(box) == (Progress(**{field: 2**63}), False)
-
-
-def test_listening(box: int) -> None:
-    Counters(box).set(IS_LISTENING, 1)
-    assert read_progress(box) == (Progress(), True)
+    assert read_progress(box) == Progress(**{field: 2**63})
 
 
 def test_saved_at_is_the_step_or_else_the_report(box: int) -> None:
     counters = Counters(box)
     counters.set(REPORTS, 5)
     counters.saved()
-    assert read_progress(box)[0].saved_at == 5 == read_progress(box)[0].reached
+    assert read_progress(box).saved_at == 5 == read_progress(box).reached
     counters.set(STEPS, 3)
     counters.saved()
-    assert read_progress(box)[0].saved_at == 3 == read_progress(box)[0].reached
+    assert read_progress(box).saved_at == 3 == read_progress(box).reached
 
 
 def test_without_an_agent() -> None:
@@ -92,7 +86,7 @@ def test_counters_outlive_a_rewind(box: int) -> None:
     counters.add(STEPS)
     rewind_stack(box)
     counters.add(STEPS)
-    assert read_progress(box)[0].steps == 2
+    assert read_progress(box).steps == 2
 
 
 def test_a_stack_of_any_bytes_and_any_length(box: int) -> None:
@@ -121,7 +115,6 @@ counters = Counters(box)
 counters.set(STEPS, 41)
 counters.add(STEPS)
 faulthandler.register(STACK_SIGNAL, file=box, all_threads=True)
-counters.set(IS_LISTENING, 1)
 def spins():
     print("here", flush=True)
     time.sleep(100)
@@ -135,7 +128,7 @@ def test_of_another_process_alive_stopped_and_dead(box: int) -> None:
     with subprocess.Popen(command, pass_fds=[box], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert read_progress(box) == (Progress(steps=42), True)
+        assert read_progress(box) == Progress(steps=42)
         for _ in range(2):
             rewind_stack(box)
             process.send_signal(STACK_SIGNAL)
@@ -143,6 +136,6 @@ def test_of_another_process_alive_stopped_and_dead(box: int) -> None:
                 assert process.poll() is None
             assert stack.count(" in spins") == 1
         process.send_signal(signal.SIGSTOP)
-        assert read_progress(box) == (Progress(steps=42), True)
+        assert read_progress(box) == Progress(steps=42)
         process.kill()
-    assert read_progress(box) == (Progress(steps=42), True)
+    assert read_progress(box) == Progress(steps=42)
