@@ -46,9 +46,9 @@ class Kernel:
         presser = threading.Thread(target=self._press, args=(num_interrupts,))
         presser.start()
         shown = ""
-        while (message := self._client.get_iopub_msg(timeout=PATIENCE_S))["content"].get("execution_state") != "idle" or (
-            message["parent_header"].get("msg_id") != request
-        ):
+        while (message := self._client.get_iopub_msg(timeout=PATIENCE_S))["content"].get(
+            "execution_state"
+        ) != "idle" or (message["parent_header"].get("msg_id") != request):
             shown += _shown(message["content"])
         presser.join()
         return shown

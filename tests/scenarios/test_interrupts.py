@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -121,6 +124,52 @@ def test_ctrl_c_at_any_moment_of_a_short_call(num_times: int) -> None:
                 assert getattr(error, "result", None) is None or isinstance(error.result, Result)
         wait_until(lambda: outside_pool() == {}, "nothing left")
         assert short(3).values == [3, 3]
+
+
+LINES = ("stopping_first", "_installed", "_restored", "start", "wait_until_stopped", "_end_stopped", "__call__")
+"""Functions of the driver in which the calling thread is when it has begun a run."""
+
+
+def interrupting_at(place: int, hits: list[str]) -> Callable[..., Any]:
+    """A tracer that raises KeyboardInterrupt in this thread at line number `place` that is executed in one of them."""
+    num_lines = 0
+
+    def on_line(frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal num_lines
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(
+            ("with ", "job: Job")
+        ):  # at the end of a block Python is never interrupted
+            num_lines += 1
+            if num_lines == place:
+                sys.settrace(None)
+                hits.append(line)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, _event: str, _arg: Any) -> Any:
+        is_ours = "/distsdk/driver/" in frame.f_code.co_filename and frame.f_code.co_name in LINES
+        return on_line if is_ours else None
+
+    return on_call
+
+
+def test_ctrl_c_at_any_line_of_the_waiting_call() -> None:
+    short()
+    before, place, hits = handlers(), 0, [""]
+    while hits:
+        place += 1
+        hits.clear()
+        sys.settrace(interrupting_at(place, hits))
+        try:
+            short()
+        except KeyboardInterrupt:
+            assert hits
+        finally:
+            sys.settrace(None)
+        assert handlers() == before, hits
+        wait_until(lambda: outside_pool() == {}, "nothing left")
+    assert place > 10
 
 
 def raise_system_exit(number: int, _frame: Any) -> None:
