@@ -46,11 +46,7 @@ class Kernel:
         presser = threading.Thread(target=self._press, args=(num_interrupts,))
         presser.start()
         shown = ""
-        while True:
-            message = self._client.get_iopub_msg(timeout=PATIENCE_S)
-            is_of_request = message["parent_header"].get("msg_id") == request
-            if is_of_request and message["content"].get("execution_state") == "idle":
-                break
+        while not _ends(message := self._client.get_iopub_msg(timeout=PATIENCE_S), request):
             shown += _shown(message["content"])
         presser.join()
         return shown
@@ -77,6 +73,11 @@ class Kernel:
         """For good."""
         self._client.stop_channels()
         self.manager.shutdown_kernel()
+
+
+def _ends(message: dict[str, Any], request: str) -> bool:
+    """True for the last one about a request."""
+    return message["content"].get("execution_state") == "idle" and message["parent_header"].get("msg_id") == request
 
 
 def _shown(content: dict[str, Any]) -> str:

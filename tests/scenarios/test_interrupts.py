@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -47,7 +50,7 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step() -> None:
     error, seconds = interrupted(endless)
     assert seconds < 5
     assert distsdk.last_result() is error.result
-    assert_stopped_together(error.result, "KeyboardInterrupt in the driver")
+    assert_stopped_together(error.result, "SIGINT")
     assert error.result.values == [None, None]
     assert len(error.result.history) >= 1
 
@@ -123,6 +126,51 @@ def test_ctrl_c_at_any_moment_of_a_short_call(num_times: int) -> None:
         assert short(3).values == [3, 3]
 
 
+FILES = ("/driver/interrupts.py", "/driver/job.py", "/driver/decorator.py")
+"""Where the calling thread is when it has begun a run."""
+
+
+def interrupting_at(place: int, hits: list[str]) -> Callable[..., Any]:
+    """A tracer that sends Ctrl-C when this thread executes its line number `place` in them."""
+    num_lines = 0
+
+    def on_line(frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal num_lines
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(
+            ("with ", "job: Job")
+        ):  # at the end of a block Python is never interrupted
+            num_lines += 1
+            if num_lines == place:
+                sys.settrace(None)
+                hits.append(line)
+                os.kill(os.getpid(), signal.SIGINT)
+        return on_line
+
+    def on_call(frame: FrameType, _event: str, _arg: Any) -> Any:
+        return on_line if frame.f_code.co_filename.endswith(FILES) else None
+
+    return on_call
+
+
+def test_ctrl_c_at_any_line_of_the_waiting_call() -> None:
+    short()
+    before, place, hits = handlers(), 0, [""]
+    while hits:
+        place += 1
+        hits.clear()
+        sys.settrace(interrupting_at(place, hits))
+        try:
+            short()
+        except KeyboardInterrupt as error:
+            assert hits and type(error) is KeyboardInterrupt
+        finally:
+            sys.settrace(None)
+        assert handlers() == before, hits
+        wait_until(lambda: outside_pool() == {}, "nothing left")
+    assert place > 10
+
+
 def raise_system_exit(number: int, _frame: Any) -> None:
     raise SystemExit(128 + number)
 
@@ -138,7 +186,7 @@ def test_users_handler_that_raises_goes_on_when_the_run_is_stopped(number: int) 
     finally:
         signal.signal(number, before)
     assert caught.value.code == 128 + number
-    assert_stopped_together(caught.value.result, "SystemExit in the driver")
+    assert_stopped_together(caught.value.result, "SystemExit in the calling program")
 
 
 @on_two

@@ -48,14 +48,14 @@ PROGRAM = """
         os.wait()
 
     def with_company():
+        import torch.multiprocessing
         from torch.utils.data import DataLoader
-        if len(sys.argv) > 2:
-            import torch.multiprocessing
-            torch.multiprocessing.set_sharing_strategy(sys.argv[2])
+        torch.multiprocessing.set_sharing_strategy(sys.argv[2])
         subprocess.Popen(["sleep", "600"])
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         start_daemon()
-        batches = iter(DataLoader(Slow(), batch_size=2, num_workers=2, prefetch_factor=4))
+        batches = iter(DataLoader(Slow(), batch_size=2, num_workers=2, prefetch_factor=4,
+                                  multiprocessing_context=sys.argv[3]))
         batch = next(batches)
         ready()
         time.sleep(600)
@@ -81,13 +81,17 @@ PROGRAM = """
         with open("innocent", "a") as file:
             file.write(f"{child.pid} ")
 
-    start_innocent()
-    if sys.argv[1] == "fork":
-        on_three(lambda: None)()
-    start_innocent()
-    start_innocent(start_new_session=True)
-    train()
+    if __name__ == "__main__":
+        start_innocent()
+        if sys.argv[1] == "fork":
+            on_three(lambda: None)()
+        start_innocent()
+        start_innocent(start_new_session=True)
+        train()
     """
+
+
+PLAIN = ("file_descriptor", "fork")
 
 
 def agent(it: Driver) -> int:
@@ -147,7 +151,7 @@ def test_nothing_left_when_one_is_killed(tmp_path: Path, victim: str, start: str
         for pid in VICTIMS[victim](it, start):
             os.kill(pid, signal.SIGKILL)
 
-    with driver(tmp_path, PROGRAM, start) as it:
+    with driver(tmp_path, PROGRAM, start, *PLAIN) as it:
         assert_nothing_left(it, kill)
         status, output = it.ended(within_s=10)
     assert status == (-signal.SIGKILL if "driver" in victim else 1)
@@ -160,13 +164,21 @@ def test_nothing_left_when_the_terminal_is_closed(tmp_path: Path, start: str) ->
     master, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     owned = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
-    with driver(tmp_path, PROGRAM, start, **streams, start_new_session=True, preexec_fn=owned) as it:
+    with driver(tmp_path, PROGRAM, start, *PLAIN, **streams, start_new_session=True, preexec_fn=owned) as it:
         os.close(terminal)
         assert_nothing_left(it, lambda: os.close(master))
         ends_by(it, signal.SIGHUP)
 
 
 @pytest.mark.slow
-def test_nothing_left_of_tensors_shared_as_files(tmp_path: Path) -> None:
-    with driver(tmp_path, PROGRAM, "fork", "file_system") as it:
-        assert_nothing_left(it, it.process.kill)
+@pytest.mark.parametrize(
+    ("victim", "loading"),
+    [
+        ("driver", ("file_system", "fork")), ("forkserver", ("file_system", "fork")),
+        ("driver", ("file_descriptor", "forkserver")), ("worker", ("file_descriptor", "spawn")),
+    ],
+)  # fmt: skip
+def test_no_shared_file_left_of_loaders(tmp_path: Path, victim: str, loading: tuple[str, str]) -> None:
+    """Tensors are shared as named files, or locks are: files in /dev/shm that a process of their own removes."""
+    with driver(tmp_path, PROGRAM, "fork", *loading) as it:
+        assert_nothing_left(it, lambda: os.kill(VICTIMS[victim](it, "fork")[0], signal.SIGKILL))
