@@ -65,8 +65,9 @@ class Distributed(Generic[P, R]):
         ``grace_s``; a second one kills it. Then KeyboardInterrupt is raised, with the partial Result as ``.result``. A
         SIGTERM or SIGHUP does the same in the main thread, unless there is a handler for it, and then ends the process.
         """
-        job: Job[R] = Job(prepare_call(self.fn, args, kwargs, self.options))
-        with stopping_first(job):
+        call = prepare_call(self.fn, args, kwargs, self.options)
+        job: Job[R]
+        with stopping_first(lambda: Job[R](call)) as job:
             result = job.start().result()
         _load_back(self.fn, args, kwargs, job)
         return result

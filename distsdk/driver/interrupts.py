@@ -7,16 +7,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from distsdk.driver.display import tell_stopped
 from distsdk.driver.job import Job, under_way
 from distsdk.driver.run import attach_result
 
+R = TypeVar("R")
 _DEFAULTS = {
     signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
 }  # fmt: skip
@@ -24,30 +25,35 @@ _DEFAULTS = {
 
 
 @contextmanager
-def stopping_first(job: Job[Any]) -> Iterator[None]:
-    """Within it, a signal stops `job`, and a second one kills it; when the job is over, the first does what it would
+def stopping_first(make_job: Callable[[], Job[R]]) -> Iterator[Job[R]]:
+    """Within it, a signal stops the job, and a second one kills it; when the job is over, the first does what it would
     have done: KeyboardInterrupt with the partial Result, or the end of this process.
 
     Whatever else ends the block before the job (a handler of the user's that raises) stops the job too.
     """
     received: list[int] = []
+    job: Job[R] | None = None
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None = None) -> None:
         received.append(number)
-        job.interrupt(f"the calling program got {signal.Signals(number).name}")
+        if job is not None:
+            job.interrupt(f"the calling program got {signal.Signals(number).name}")
 
     before = _installed(on_signal)
     try:
-        yield
+        job = make_job()
+        if received:  # just before it was there
+            on_signal(received.pop())
+        yield job
     except BaseException as error:
+        if job is None or (_came_from(job, error) and not received):
+            raise
         if not _came_from(job, error):
             _wait_until_stopped(job, f"{type(error).__name__} in the calling program")
             _finish(error, job)
             raise
-        if not received:
-            raise
     finally:
-        for number, handler in before.items():
+        for number, handler in reversed(before.items()):  # SIGINT last: it may raise at once
             signal.signal(number, handler)
     if received:
         _obey(received[0], job)
