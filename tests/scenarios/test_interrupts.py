@@ -53,6 +53,7 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step() -> None:
     assert_stopped_together(error.result, "SIGINT")
     assert error.result.values == [None, None]
     assert len(error.result.history) >= 1
+    assert error.result.path in "".join(error.__notes__)
 
 
 def test_ctrl_c_in_a_function_that_reaches_no_boundary() -> None:
@@ -76,7 +77,7 @@ def test_second_ctrl_c_kills_at_once() -> None:
     assert distsdk.last_result() is error.result
 
 
-@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("gap_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.01, 0.1])
 def test_three_ctrl_c_in_quick_succession(gap_s: float) -> None:
     error, seconds = interrupted(deaf, numbers=(signal.SIGINT,) * 3, gap_s=gap_s)
     assert seconds < 8
@@ -99,6 +100,7 @@ def slow_to_leave() -> str:
     return "returned"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_exit_functions_keeps_the_whole_result() -> None:
     error, seconds = interrupted(slow_to_leave)
     assert seconds < 8  # exit functions have 5 s
@@ -111,10 +113,10 @@ def test_second_ctrl_c_in_exit_functions_kills_at_once() -> None:
     assert error.result.values == ["returned", "returned"]
 
 
-@pytest.mark.parametrize("num_times", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_of_a_short_call(num_times: int) -> None:
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_of_a_short_call() -> None:
     draw = random.Random(7)
-    for _ in range(num_times):
+    for _ in range(40):
         at_s = time.monotonic() + draw.uniform(0, 0.12)
         with signals_to_this_process(signal.SIGINT, when=lambda: time.monotonic() > at_s):
             try:
@@ -154,14 +156,15 @@ def interrupting_at(place: int, hits: list[str]) -> Callable[..., Any]:
 
 
 def test_ctrl_c_at_any_line_of_the_waiting_call() -> None:
-    short()
+    call = short.with_options(workers=1)
+    call()
     before, place, hits = handlers(), 0, [""]
     while hits:
         place += 1
         hits.clear()
         sys.settrace(interrupting_at(place, hits))
         try:
-            short()
+            call()
         except KeyboardInterrupt as error:
             assert hits and type(error) is KeyboardInterrupt
         finally:

@@ -140,7 +140,7 @@ def slow(*parameters: str) -> object:
 @pytest.mark.parametrize(
     ("victim", "start"),
     [
-        ("driver", "fork"), ("agent", "fork"), slow("forkserver", "fork"), slow("worker", "fork"),
+        ("driver", "fork"), slow("agent", "fork"), slow("forkserver", "fork"), slow("worker", "fork"),
         slow("agent and forkserver", "fork"), slow("driver and agent", "fork"),
         slow("driver, agent and forkserver", "fork"),
         slow("driver", "exec"), slow("agent", "exec"), slow("worker", "exec"), slow("driver and agent", "exec"),
