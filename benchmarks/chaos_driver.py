@@ -70,7 +70,7 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
 
 def own(result: distsdk.Result | None, folder: Path) -> distsdk.Result | None:
     """`result` if it is not that of the call beside."""
-    return result if result is not None and Path(result.path).parent == folder else None
+    return result if result is not None and Path(result.path) == folder / "run" else None
 
 
 def called(plan: Plan, folder: Path):

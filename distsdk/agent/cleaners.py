@@ -15,7 +15,7 @@ import signal
 import time
 from pathlib import Path
 
-from distsdk.agent.processes import command_of, descendants_of, is_gone, read_or_nothing
+from distsdk.agent.processes import children_of, command_of, descendants_of, is_gone, read_or_nothing
 
 TRACKER, MANAGER = "resource_tracker", "torch_shm_manager"
 CLEANING_S = 0.3
@@ -24,7 +24,7 @@ CLEANING_S = 0.3
 
 def let_cleaners_finish(leader: int) -> None:
     """Kill a worker and what is below it, but for those who clean up after them; then wait for these, or do it."""
-    below = descendants_of(leader) or descendants_of(os.getpid())  # the second: of a dead worker, what came to us
+    below = descendants_of(leader) or children_of(os.getpid())  # the second: of a dead worker, what came to us
     commands = {pid: command_of(pid) for pid in below}
     trackers = [pid for pid, command in commands.items() if TRACKER in command and _is_in_group(pid, leader)]
     managers = [pid for pid, command in commands.items() if MANAGER in command]

@@ -48,6 +48,8 @@ class Waiting:
         self._from_store: list[str] = []
         self._group_of: dict[str, str] = {}
         """By the recorder's number of a process group, its name."""
+        self._communicating: set[int] = set()
+        """Threads besides the main one that have run collectives."""
         self._recorded: dict[str, Any] = {}
         """The recorder's latest dump."""
 
@@ -109,8 +111,10 @@ class Waiting:
         return self._on_gpu or int(entry.get("thread_id", _main_id())) == _main_id()
 
     def _others_communicate(self) -> bool:
-        """True when other threads run collectives too: they may free the main thread."""
-        return not all(map(self._is_of_main, self._entries()))
+        """True when there are other threads that have run collectives too: they may free the main thread."""
+        others = {int(entry["thread_id"]) for entry in self._entries() if not self._is_of_main(entry)}
+        self._communicating |= others
+        return not self._communicating.isdisjoint(thread.ident or 0 for thread in threading.enumerate())
 
     def _unrecorded(self) -> str:
         """The function of torch.distributed that the main thread is in, where the recorder knows nothing of it:

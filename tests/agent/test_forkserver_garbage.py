@@ -41,6 +41,8 @@ from tests.agent.processes import (
 from tests.wire.examples import EXAMPLES
 from tests.wire.fuzzing import framed
 
+pytestmark = pytest.mark.slow
+
 # the forkserver
 
 

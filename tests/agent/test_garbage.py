@@ -50,6 +50,8 @@ from tests.agent.processes import (
 from tests.wire.examples import EXAMPLES, INLINE
 from tests.wire.fuzzing import KINDS, any_message, any_stream, bomb, framed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def agent() -> Iterator[Process]:

@@ -12,6 +12,8 @@ import pytest
 
 import distsdk
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(distsdk.__file__).parent.parent
 SEED = 0
 OF_ALL_KINDS = "1,4,21,96,108"

@@ -35,6 +35,8 @@ from distsdk.driver.inherited import LAUNCHER_VARIABLES, inherited_note
 from tests.scenarios.namespaces import printed_apart, ran_apart
 from tests.scenarios.programs import printed, ran, written
 
+pytestmark = pytest.mark.slow
+
 on_two = distributed(workers=2, gpu=False)
 
 

@@ -49,7 +49,8 @@ def assert_told(ending: Ending, returned: int, waiting: int) -> None:
     """One sentence that names both ranks, and the stack of the one that waits."""
     assert type(ending.error) is HangError, repr(ending.error)
     verdict = str(ending.error)
-    assert f"rank {returned} has returned" in verdict and f"rank {waiting} waits" in verdict
+    assert f"rank {returned} has returned" in verdict
+    assert f"rank {waiting} " in verdict and " waits for it in " in verdict
     assert "test_hang_cases.py:" in verdict and " in train" in verdict
     assert "in train" in ending.error.stacks[waiting]
     assert ending.result.status == "failed"

@@ -22,6 +22,8 @@ from tests import zoo
 from tests.scenarios.namespaces import printed_apart, ran_apart
 from tests.scenarios.programs import TIMEOUT_S, written
 
+pytestmark = pytest.mark.slow
+
 on_two = distributed(workers=2, gpu=False, logs="none")
 
 

@@ -14,6 +14,8 @@ from tests.leaks import outside_pool
 from tests.scenarios.interrupting import are_ready, handlers
 from tests.scenarios.stoppable import assert_stopped_together, deaf, endless, interrupted
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def handlers_are_back() -> Iterator[None]:

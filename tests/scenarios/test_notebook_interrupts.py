@@ -9,6 +9,8 @@ import pytest
 from tests.scenarios.interrupting import wrote
 from tests.scenarios.kernels import told_story
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = """
     import os, signal, time
     from pathlib import Path

@@ -17,6 +17,8 @@ from tests.scenarios.drivers import Driver, driver, wait_until
 from tests.scenarios.interrupting import ends_by
 from tests.scenarios.remains import Remains, below, children, find, state
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
     import ctypes, os, signal, subprocess, sys, time
     from pathlib import Path

@@ -22,6 +22,8 @@ from tests import zoo
 from tests.scenarios.drivers import Driver, driver, wait_until
 from tests.scenarios.endings import ended
 
+pytestmark = pytest.mark.slow
+
 GONE_S = 5.0
 """All that a dead driver had started is gone by then."""
 

@@ -16,6 +16,8 @@ from tests.scenarios.creatures import Creature, in_both_starts, on_two, on_two_w
 from tests.scenarios.endings import Ending, assert_names_the_place, ended
 from tests.scenarios.letting_loose import rank_1_only
 
+pytestmark = pytest.mark.slow
+
 
 def all_words_of(ending: Ending) -> str:
     """Message, notes and the traceback of the worker, as an interpreter would show them."""

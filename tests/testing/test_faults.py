@@ -233,6 +233,7 @@ def test_an_agent_that_is_dropped(start):
     assert call(1).values == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holding_gil", [False, True])
 def test_a_hang_ends_with_the_timeout(holding_gil):
     planned = faults.hang(rank=1, at_step=2, holding_gil=holding_gil)
@@ -241,6 +242,7 @@ def test_a_hang_ends_with_the_timeout(holding_gil):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holding_gil", [False, True])
 def test_a_hang_is_told(holding_gil):
     planned = faults.hang(rank=1, at_step=2, holding_gil=holding_gil)
@@ -588,6 +590,7 @@ def test_a_scheduled_fault_comes():
     assert error_of(planned, train, WorkerDied).rank == fault.rank
 
 
+@pytest.mark.slow
 def test_the_worked_example_of_the_guide(tmp_path):
     """It runs as it stands, with pytest."""
     guide = (Path(__file__).parents[2] / "docs/guide/faults.md").read_text(encoding="utf-8")
