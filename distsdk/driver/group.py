@@ -36,7 +36,7 @@ from distsdk.driver.events import (
 )
 from distsdk.driver.hang import Scene
 from distsdk.driver.root_cause import has_failed, is_killed, is_peer_error, ranks_named, root_cause
-from distsdk.driver.watch import EVERY_S, SOON_S, Watch
+from distsdk.driver.watch import SOON_S, Watch
 from distsdk.wire.messages import FINAL_S, Died, Ended, Exited, Failed, Outcome, Ready, StopAsked, Stopped
 
 EVIDENCE_S = 0.3
@@ -95,7 +95,7 @@ class WorkerGroup:
         if self._is_launched:
             return []
         self._is_launched = True
-        return [LaunchWorkers(), self._look_after(EVERY_S)]
+        return [LaunchWorkers(), self._look_after(self.watch.every_s)]
 
     def _on_ended(self, event: Ended) -> list[Command]:
         outcome = event.outcome
@@ -163,7 +163,7 @@ class WorkerGroup:
             return [After(LATE_EVIDENCE_S, EvidenceComplete())] if scene.dead() else self._judge()
         if not event.is_deep:
             moves = self.watch.all_move(event.seen, event.now_s) and event.seen.keys() >= set(scene.live())
-            return [self._look_after(EVERY_S)] if moves else [Look(is_deep=True)]
+            return [self._look_after(self.watch.every_s)] if moves else [Look(is_deep=True)]
         self.scene = scene
         if self._awaited:
             return self._end(self._awaited)

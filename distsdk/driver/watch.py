@@ -80,8 +80,15 @@ class Watch:
         if is_deep and verdict(scene):
             return SOON_S
         self._delay_s = min(RARELY_S, self._delay_s * 1.5) if is_deep and not finding.kind else EVERY_S
-        limits = [limit / 4 for limit in (self.stall_warn, self.stall_timeout) if limit is not None]
-        return min([self._delay_s, *limits])
+        return self._within_limits(self._delay_s)
+
+    @property
+    def every_s(self) -> float:
+        """From look to look while all go on."""
+        return self._within_limits(EVERY_S)
+
+    def _within_limits(self, delay_s: float) -> float:
+        return min([delay_s, *(limit / 4 for limit in (self.stall_warn, self.stall_timeout) if limit is not None)])
 
     def all_move(self, seen: Mapping[int, Inspected], now_s: float) -> bool:
         """Take in what the agents see; False when a rank has not moved since the last look and has to be asked."""

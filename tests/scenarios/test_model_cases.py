@@ -347,7 +347,7 @@ def test_accumulation_with_a_shorter_last_window(made: Any, without_sync: Any) -
             if is_last:
                 optimizer.step()
                 optimizer.zero_grad()
-        return float(model.weight)
+        return model.weight.item()
 
     assert train().values == [-3.75, -3.75]
 
