@@ -1,4 +1,4 @@
-"""Programs in a terminal, interrupted in every way of calling: how they end, and that nothing of them is left."""
+"""Programs whose main thread ends, by a signal or before its jobs: how they end, and that nothing of them is left."""
 
 from __future__ import annotations
 
@@ -155,3 +155,22 @@ def test_any_second_signal_kills_at_once(tmp_path: Path, first: int, second: int
         send(it, first, second)
         ends_by(it, first, second, within_s=8)
         remains.assert_gone()
+
+
+LAST_LINE_SUBMITS = """
+    import distsdk, time
+
+    @distsdk.distributed(workers=2, gpu=False)
+    def train():
+        time.sleep(0.5)
+        distsdk.report({"loss": 0.5})
+
+    train.submit()
+    """
+
+
+def test_trackers_get_what_comes_after_the_end_of_the_main_thread(tmp_path: Path) -> None:
+    with driver(tmp_path, LAST_LINE_SUBMITS) as it:
+        status, output = it.ended(within_s=30)
+    assert (status, "tracker" in output) == (0, False), output
+    assert len(list(tmp_path.glob("distsdk_runs/*/tensorboard/events*"))) == 1

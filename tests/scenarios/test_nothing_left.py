@@ -116,7 +116,6 @@ VICTIMS: dict[str, Callable[[Driver, str], list[int]]] = {
     "worker": lambda it, start: [first_worker(it, start)],
     "agent and forkserver": lambda it, _start: [agent(it), forkserver(it)],
     "driver and agent": lambda it, _start: [it.process.pid, agent(it)],
-    "driver, agent and forkserver": lambda it, _start: [it.process.pid, agent(it), forkserver(it)],
 }
 
 
@@ -144,7 +143,6 @@ def slow(*parameters: str) -> object:
     [
         ("driver", "fork"), slow("agent", "fork"), slow("forkserver", "fork"), slow("worker", "fork"),
         slow("agent and forkserver", "fork"), slow("driver and agent", "fork"),
-        slow("driver, agent and forkserver", "fork"),
         slow("driver", "exec"), slow("agent", "exec"), slow("worker", "exec"), slow("driver and agent", "exec"),
     ],
 )  # fmt: skip
