@@ -107,8 +107,9 @@ def _apply_logging(settings: dict[str, Any]) -> None:
         root.addHandler(handler)
 
 
-SCHEDULER_MARK = "Seems like `optimizer.step\\(\\)` has been overridden"
-"""An optimizer and its scheduler that came through a pickle: the mark that torch looks for stays behind."""
+OUR_DOING = ("Seems like `optimizer.step\\(\\)` has been overridden", "Grad strides do not match bucket view strides")
+"""Warnings that our own work brings about: the mark that torch looks for on an optimizer and its scheduler stays behind
+when they come through a pickle; and DDP's reducer copies gradients of any layout."""
 
 
 def _warning_filters() -> list[tuple[str, str, str, str, str, int]]:
@@ -131,7 +132,8 @@ def _apply_warning_filters(filters: list[tuple[str, str, str, str, str, int]]) -
         category = _loaded_class(category_module, category_name)
         if isinstance(category, type) and issubclass(category, Warning):
             warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
-    warnings.filterwarnings("ignore", SCHEDULER_MARK)
+    for text in OUR_DOING:
+        warnings.filterwarnings("ignore", text)
 
 
 def _loaded_class(module: str, qualname: str) -> Any:

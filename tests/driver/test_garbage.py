@@ -40,6 +40,8 @@ from tests.agent.processes import GARBAGE, is_at_end, wait_until
 from tests.wire.examples import EXAMPLES, INLINE
 from tests.wire.fuzzing import any_message, framed
 
+pytestmark = pytest.mark.slow
+
 # a worker
 
 

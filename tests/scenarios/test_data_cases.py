@@ -235,6 +235,7 @@ def bagged(rows: list[tuple[torch.Tensor]]) -> Bag:
 
 
 @both_ways
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_batches_keep_their_classes(made: Any, pin_memory: bool) -> None:
     @on_two

@@ -35,6 +35,8 @@ from tests.scenarios.stoppable import (
     write,
 )
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 30.0
 
 

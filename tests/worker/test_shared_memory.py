@@ -102,5 +102,6 @@ def test_a_long_wait_is_told_and_goes_on(capsys):
     values = on(2, one_is_slow, stall_warn=1)().values
     assert values[0] == values[1]
     told = capsys.readouterr().err
-    assert "rank 0 has waited for others for 1 s: rank 0 waits in the averaging of gradients in a backward" in told
+    assert "rank 0 has waited for others for 1 s: rank 0 (pid " in told
+    assert "waits in the averaging of gradients in a backward" in told
     assert "in one_is_slow" in told
