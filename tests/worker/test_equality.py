@@ -145,7 +145,8 @@ def test_closures_of_any_form():
                 loss.backward()
                 return kind(loss)
 
-            for kind in (lambda loss: loss, lambda loss: loss.item(), lambda loss: 1, lambda loss: (loss, 2), lambda loss: None):
+            kinds = (lambda loss: loss, torch.Tensor.item, lambda loss: 1, lambda loss: (loss, 2), lambda loss: None)
+            for kind in kinds:
                 optimizer.step(closure=lambda kind=kind: closure(kind))
                 other.step(lambda kind=kind: closure(kind))
         return flat(model)
