@@ -31,7 +31,8 @@ def assert_told(ending: Ending, waiting: int = 0, returned: int = 1) -> None:
     """The verdict names both ranks, and shows where the one waits."""
     assert type(ending.error) is HangError, repr(ending.error)
     verdict = str(ending.error)
-    assert f"rank {returned} has returned" in verdict and f"rank {waiting} waits" in verdict
+    assert f"rank {returned} has returned" in verdict
+    assert f"rank {waiting} " in verdict and " waits for it in " in verdict
     assert "\n" not in verdict
     assert "zoo_waits.py" in ending.error.stacks[waiting]
     assert ending.result.status == "failed"
