@@ -173,7 +173,7 @@ class WorkerGroup:
         if finding.kind in ("hang", "stall") and not self.stop_reason:  # a stop ends by itself, after its grace
             return self._end(Verdict("hang", detail=finding.text))
         told: list[Command] = [TellUser(finding.text)] if finding.kind else []
-        return [*told, self._look_after(self.watch.next_delay_s(finding, scene, is_deep=True))]
+        return [*told, self._look_after(self.watch.next_delay_s(finding, scene))]
 
     def who_is_late(self) -> str:
         """Which ranks have ended and which have not, as a sentence."""

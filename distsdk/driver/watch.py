@@ -75,11 +75,11 @@ class Watch:
         """A rank has printed or reported something."""
         self.moved_s = now_s
 
-    def next_delay_s(self, finding: Finding, scene: Scene, *, is_deep: bool) -> float:
+    def next_delay_s(self, finding: Finding, scene: Scene) -> float:
         """Until the next look."""
-        if is_deep and verdict(scene):
+        if verdict(scene):
             return SOON_S
-        self._delay_s = min(RARELY_S, self._delay_s * 1.5) if is_deep and not finding.kind else EVERY_S
+        self._delay_s = min(RARELY_S, self._delay_s * 1.5) if not finding.kind else EVERY_S
         return self._within_limits(self._delay_s)
 
     @property

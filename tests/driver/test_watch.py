@@ -245,17 +245,16 @@ def test_all_move() -> None:
 
 def test_delays() -> None:
     watching, fine = watch(), scene(busy(0), busy(1))
-    assert watching.next_delay_s(Finding(), hanging(), is_deep=True) == SOON_S
-    delays = [watching.next_delay_s(Finding(), fine, is_deep=True) for _ in range(5)]
+    assert watching.next_delay_s(Finding(), hanging()) == SOON_S
+    delays = [watching.next_delay_s(Finding(), fine) for _ in range(5)]
     assert delays == sorted(delays) and delays[0] < RARELY_S == delays[-1]
-    assert watching.next_delay_s(Finding(), fine, is_deep=False) == EVERY_S
-    assert watching.next_delay_s(Finding("warning", "x"), fine, is_deep=True) == EVERY_S
+    assert watching.next_delay_s(Finding("warning", "x"), fine) == EVERY_S
 
 
 @pytest.mark.parametrize(("warn", "timeout"), [(2.0, 600.0), (30.0, 2.0), (None, 2.0), (2.0, None)])
 def test_short_limits_are_looked_at_often_enough(warn: float | None, timeout: float | None) -> None:
     watching = watch(warn, timeout)
-    assert all(watching.next_delay_s(Finding(), scene(busy(0)), is_deep=True) <= 0.5 for _ in range(5))
+    assert all(watching.next_delay_s(Finding(), scene(busy(0))) <= 0.5 for _ in range(5))
 
 
 _PARTS = st.tuples(st.sampled_from(["wait", "work", "sleep", "step", "print"]), st.integers(1, 40))
