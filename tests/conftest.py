@@ -6,6 +6,7 @@ The warm pool (an agent and its forkserver) is the one thing that may stay; it i
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,9 @@ COOLING_S = 10.0
 def pool_emptied() -> Iterator[None]:
     """At the end of the session no process is left, not even a warm one."""
     adopt_orphans()
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:  # `nohup`, or a shell's `&`: what is started here inherits it
+            signal.signal(number, handler)
     with tempfile.TemporaryDirectory() as folder:
         set_hypothesis_home_dir(folder)
         yield

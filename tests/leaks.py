@@ -57,10 +57,10 @@ def _command(pid: int) -> str:
 
 
 def pool_pids() -> set[int]:
-    """The warm pool: the agents, and the one forkserver that each has."""
+    """The warm pool: the agents, and the forkserver and the guard (a fork of the agent) that each has."""
     local = sys.modules.get("distsdk.backends.local")
     agents = set(local.pool()) if local else set()
-    servers = {pid for pid in _pids() if _living_parent(pid) in agents and "distsdk.agent.forkserver" in _command(pid)}
+    servers = {pid for pid in _pids() if _living_parent(pid) in agents and "-m distsdk.agent" in _command(pid)}
     return agents | servers
 
 

@@ -14,6 +14,7 @@ import sys
 from functools import partial
 
 from distsdk.agent.devices import count_gpus
+from distsdk.agent.guard import Guard
 from distsdk.agent.node_run import LAST_WORDS_S, NodeRun
 from distsdk.agent.reaping import kill_orphans
 from distsdk.agent.starters import ExecStarter, ForkStarter, Starter
@@ -30,13 +31,13 @@ IDLE_S = 600.0
 class Agent:
     """The runs on this node, and the two starters they share."""
 
-    def __init__(self, pool: Channel, driver_pid: int) -> None:
-        self._loop = Loop()
+    def __init__(self, pool: Channel, driver_pid: int, guard: Guard) -> None:
+        self._loop, self._guard = Loop(), guard
         self._runs: set[NodeRun] = set()
         self._num_opened = 0
         self._driver_gone = False
         self._fork: ForkStarter | None = None
-        self._exec = ExecStarter(self._loop, self._known_children)
+        self._exec = ExecStarter(self._loop, guard, self._known_children)
         self._loop.talk(pool, self._on_pool, self._on_driver_gone)
         self._loop.watch(os.pidfd_open(driver_pid), self._on_driver_gone)
         self._retire_when_idle()
@@ -57,7 +58,7 @@ class Agent:
 
     def _known_children(self) -> set[int]:
         """The processes that this one has started itself."""
-        return {*self._exec.pids, *([self._fork.pid] if self._fork is not None else [])}
+        return {self._guard.pid, *self._exec.pids, *([self._fork.pid] if self._fork is not None else [])}
 
     def _on_driver_gone(self) -> None:
         """Runs under way get a moment to clean up."""
@@ -81,7 +82,7 @@ class Agent:
             self._open(channel, "exec", self._exec, "")
             return
         if self._fork is None or not self._fork.is_alive:
-            self._fork = ForkStarter(self._loop, self._known_children)
+            self._fork = ForkStarter(self._loop, self._guard, self._known_children)
         self._fork.when_ready(partial(self._open_forked, channel, message.start, self._fork))
 
     def _open_forked(self, channel: Channel, start: str, starter: ForkStarter, problem: str) -> None:
@@ -123,6 +124,7 @@ def this_node() -> NodeInfo:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard = Guard()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.setblocking(False)
-    Agent(Channel(sock), int(sys.argv[2])).serve()
+    Agent(Channel(sock), int(sys.argv[2]), guard).serve()

@@ -18,28 +18,33 @@ from pathlib import Path
 from distsdk.agent.processes import children_of, command_of, descendants_of, is_gone, read_or_nothing
 
 TRACKER, MANAGER = "resource_tracker", "torch_shm_manager"
-CLEANING_S = 0.3
+CLEANING_S = 1.0
 """How long a resource_tracker gets."""
 
 
 def let_cleaners_finish(leader: int) -> None:
-    """Kill a worker and what is below it, but for those who clean up after them; then wait for these, or do it."""
+    """Kill a worker and what is below it in its group, but for those who clean up after them; then wait for these."""
     below = descendants_of(leader) or children_of(os.getpid())  # the second: of a dead worker, what came to us
     commands = {pid: command_of(pid) for pid in below}
-    trackers = [pid for pid, command in commands.items() if TRACKER in command and _is_in_group(pid, leader)]
+    managers = {pid for pid, command in commands.items() if MANAGER in command}  # each in a session of its own
+    if managers or any(TRACKER in command for command in commands.values()):
+        kill_before_cleaners({leader, *managers, *(pid for pid in below if _is_in_group(pid, leader))})
+
+
+def kill_before_cleaners(pids: set[int]) -> None:
+    """Kill all of these but the resource_trackers, wait for those, and remove what torch's managers would have."""
+    commands = {pid: command_of(pid) for pid in pids}
+    trackers = [pid for pid, command in commands.items() if TRACKER in command]
     managers = [pid for pid, command in commands.items() if MANAGER in command]
-    if not trackers and not managers:
-        return
     folders = [folder for pid in managers for folder in _folders_of_sockets(pid)]
-    killed = {leader, *(pid for pid in below if _is_in_group(pid, leader))} - set(trackers)
-    for pid in killed:
+    for pid in pids.difference(trackers, managers):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     end_s = time.monotonic() + CLEANING_S
     for pid in trackers:
         is_gone(pid, end_s - time.monotonic())
     if managers:
-        _remove_shared_files(killed)
+        _remove_shared_files(pids)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 

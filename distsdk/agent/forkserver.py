@@ -6,7 +6,6 @@ as a new process. Started by the agent as ``python -m distsdk.agent.forkserver F
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import selectors
@@ -18,8 +17,8 @@ import traceback
 from multiprocess import process
 from multiprocess.context import ForkProcess
 
+from distsdk.agent.descriptors import take_descriptors
 from distsdk.agent.reaping import collect, kill_group, kill_orphans
-from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.spec import NodeInfo
 from distsdk.wire.channel import Channel, ChannelClosed, close_all
 from distsdk.wire.messages import PROTOCOL, Fork, Forked, Message, Ready, Reaped
@@ -29,7 +28,7 @@ PRELOADED = ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch._
 """Imported before the first fork; torch._dynamo because the first optimizer made in a process imports it (1.1 s)."""
 
 
-def main(channel: Channel, agent_pid: int) -> None:
+def main(channel: Channel) -> None:
     """Preload, say so, then fork on request until the agent goes away."""
     problem = preload()
     versions = {"torch": str(sys.modules["torch"].__version__)}
@@ -37,7 +36,7 @@ def main(channel: Channel, agent_pid: int) -> None:
     adopt_orphans()
     show_as("distsdk-fork")
     channel.send(Ready(PROTOCOL, os.getpid(), NodeInfo(host="", cpus=0, gpus=0), versions, "fork", problem))
-    Forkserver(channel, agent_pid).serve()
+    Forkserver(channel).serve()
 
 
 def preload() -> str:
@@ -79,25 +78,11 @@ class Worker(ForkProcess):  # type: ignore[misc]
         run(socket.socket(fileno=control))
 
 
-def take_descriptors(control: int, out: int, err: int) -> int:
-    """Make `out` and `err` stdout and stderr and `control` descriptor 3; close everything else. Returns 3."""
-    wanted = [os.open(os.devnull, os.O_RDONLY), out, err, control]
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 4) for descriptor in wanted]
-    for target, descriptor in enumerate(high):
-        os.dup2(descriptor, target, inheritable=target < 3)
-    os.closerange(4, _highest_descriptor() + 1)
-    return 3
-
-
-def _highest_descriptor() -> int:
-    return max(map(int, os.listdir("/proc/self/fd")))
-
-
 class Forkserver:
     """Serves one agent: forks, and tells when a child is gone."""
 
-    def __init__(self, channel: Channel, agent_pid: int) -> None:
-        self._channel, self._agent_pid = channel, agent_pid
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, Worker]] = {}
@@ -119,7 +104,6 @@ class Forkserver:
             for _, child in self._children.values():
                 kill_group(child.pid)
             kill_orphans(known=())
-            sweep_socket_folders(self._agent_pid, os.environ.get("TMPDIR", ""))
 
     def _on_message(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Fork) and len(descriptors) == NUM_DESCRIPTORS:
@@ -158,7 +142,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(int(sys.argv[2]))
     try:
-        main(Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2]))
+        main(Channel(socket.socket(fileno=int(sys.argv[1]))))
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -14,7 +14,8 @@ import signal
 import time
 from collections.abc import Collection
 
-from distsdk.agent.cleaners import let_cleaners_finish
+from distsdk.agent.cleaners import kill_before_cleaners, let_cleaners_finish
+from distsdk.agent.evidence import state_of
 from distsdk.agent.processes import all_pids, children_of, is_gone, read_or_nothing
 from distsdk.wire.blackbox import box_name
 
@@ -31,14 +32,24 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def kill_worker(pid: int) -> None:
+    """`kill_group` by another than the one who collects the worker. One that is dead is left to its collector, which
+    does the same: it alone still sees the worker's cleaners, as they came to it."""
+    if state_of(pid)[0] not in ("", "Z", "X"):
+        kill_group(pid)
+
+
 def kill_marked(run_id: str) -> None:
     """Kill every process that was started by a worker of this run, which its environment says, or forked from one,
     which its memory says: when those who would have inherited it were killed themselves."""
-    for _ in range(2):  # what was being started meanwhile
-        for pid in all_pids():
-            if pid != os.getpid() and _bears_mark(pid, run_id):
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+    kill_before_cleaners(_marked(run_id))
+    for pid in _marked(run_id):  # what was being started meanwhile, and late cleaners
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(run_id: str) -> set[int]:
+    return {pid for pid in all_pids() if pid != os.getpid() and _bears_mark(pid, run_id)}
 
 
 def _bears_mark(pid: int, run_id: str) -> bool:
@@ -57,7 +68,9 @@ def collect(pid: int) -> tuple[int, int]:
 
 
 def kill_orphans(known: Collection[int]) -> None:
-    """Kill and collect every child of this process that is not `known`, then the children that it leaves."""
+    """Kill and collect every child of this process that is not `known`, then the children that it leaves. Among them may
+    be the cleaners of a worker that has ended meanwhile."""
+    kill_before_cleaners(set(children_of(os.getpid())).difference(known))
     end_s = time.monotonic() + LIMIT_S
     while strangers := [pid for pid in children_of(os.getpid()) if pid not in known]:
         for pid in strangers:

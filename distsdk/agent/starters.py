@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from distsdk.agent.reaping import collect, kill_group, kill_orphans
+from distsdk.agent.guard import Guard
+from distsdk.agent.reaping import collect, kill_group, kill_orphans, kill_worker
 from distsdk.spec import WorkerSpec
 from distsdk.wire.channel import channel_pair, close_all
 from distsdk.wire.loop import Loop
@@ -55,10 +56,10 @@ class Starter(Protocol):
 class ExecStarter:
     """A new interpreter per worker: slower, and needs nothing of the platform but subprocesses."""
 
-    def __init__(self, loop: Loop, known_children: Callable[[], set[int]]) -> None:
-        self._loop, self._known_children = loop, known_children
-        self._children: dict[int, tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]] = {}
-        """By pidfd: worker and guard."""
+    def __init__(self, loop: Loop, guard: Guard, known_children: Callable[[], set[int]]) -> None:
+        self._loop, self._guard, self._known_children = loop, guard, known_children
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        """By pidfd."""
 
     def when_ready(self, then: OnReady) -> None:
         """At once."""
@@ -76,16 +77,17 @@ class ExecStarter:
         finally:
             close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
-        self._children[pidfd] = (child, _start_guard(child.pid, spec))
+        self._children[pidfd] = child
+        self._guard.protect_from(child.pid, spec.run_id)
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
         on_pid(child.pid)
 
     def _reap(self, pidfd: int, on_gone: OnGone) -> None:
-        child, guard = self._children.pop(pidfd)
+        child = self._children.pop(pidfd)
         self._loop.unwatch(pidfd)
         os.close(pidfd)
         kill_group(child.pid)  # while the pid is still its own
-        guard.communicate(b"over\n")
+        self._guard.forget(child.pid)
         child.returncode, peak_bytes = collect(child.pid)  # not `wait`, which does not tell about memory
         kill_orphans(self._known_children())
         on_gone(child.returncode, peak_bytes)
@@ -93,39 +95,17 @@ class ExecStarter:
     @property
     def pids(self) -> set[int]:
         """The processes that belong to it."""
-        return {process.pid for pair in self._children.values() for process in pair}
+        return {child.pid for child in self._children.values()}
 
     def close(self) -> None:
         """Kill all groups."""
-        for child, _guard in self._children.values():
+        for child in self._children.values():
             kill_group(child.pid)
-
-
-_GUARD = """
-read -r _ && exit
-kill -KILL "-$1"
-[ -z "$2" ] || rm -rf "$2"
-for process in /proc/[0-9]*; do
-    tr "\\0" "\\n" 2>/dev/null <"$process/environ" | grep -qx "TORCHELASTIC_RUN_ID=$3" && kill -KILL "${process#/proc/}"
-done
-"""
-"""Waits for a word from the agent; without one, ends the group, removes the folder, and ends what bears the mark."""
-
-
-def _start_guard(group: int, spec: WorkerSpec) -> subprocess.Popen[bytes]:
-    """A shell for the case that the agent itself is killed: the kernel ends the workers (PDEATHSIG), but not what they
-    had started."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "guard", str(group), spec.socket_folder, spec.run_id],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 @dataclass
 class _Ticket:
+    run_id: str
     on_pid: OnPid
     on_gone: OnGone
     pid: int = 0
@@ -137,8 +117,8 @@ _FORKSERVER_GONE = "the forkserver, the process that workers are forked from, wa
 class ForkStarter:
     """Workers forked from the forkserver, which is started with it."""
 
-    def __init__(self, loop: Loop, known_children: Callable[[], set[int]]) -> None:
-        self._loop, self._known_children = loop, known_children
+    def __init__(self, loop: Loop, guard: Guard, known_children: Callable[[], set[int]]) -> None:
+        self._loop, self._guard, self._known_children = loop, guard, known_children
         self._channel, theirs = channel_pair()
         self._server = _start_forkserver(theirs)
         self._waiting: list[OnReady] = []
@@ -162,7 +142,7 @@ class ForkStarter:
     def start(self, descriptors: list[int], spec: WorkerSpec, on_pid: OnPid, on_gone: OnGone) -> None:
         """Ask for a fork; the environment is applied by the worker itself."""
         self._num_tickets += 1
-        self._tickets[self._num_tickets] = _Ticket(on_pid, on_gone)
+        self._tickets[self._num_tickets] = _Ticket(spec.run_id, on_pid, on_gone)
         try:
             self._channel.send(Fork(self._num_tickets), descriptors)
         finally:
@@ -174,8 +154,10 @@ class ForkStarter:
             self._tell_ready(message.problem)
         elif isinstance(message, Forked) and (ticket := self._tickets.get(message.ticket)):
             ticket.pid = message.pid
+            self._guard.protect_from(ticket.pid, ticket.run_id)
             ticket.on_pid(message.pid)
         elif isinstance(message, Reaped) and (ticket := self._tickets.pop(message.ticket, None)):
+            self._guard.forget(ticket.pid)
             ticket.on_gone(message.status, message.peak_bytes)
 
     def _tell_ready(self, answer: str) -> None:
@@ -198,6 +180,7 @@ class ForkStarter:
                 kill_group(ticket.pid)
         kill_orphans(self._known_children())  # the workers came to us, and what they had started comes after them
         for ticket in tickets.values():
+            self._guard.forget(ticket.pid)
             ticket.on_gone(-signal.SIGKILL, 0, _FORKSERVER_GONE)
 
     @property
@@ -209,7 +192,7 @@ class ForkStarter:
         """End the forkserver; it kills its children's groups and their orphans first, and so do we."""
         for ticket in self._tickets.values():
             if ticket.pid:
-                kill_group(ticket.pid)
+                kill_worker(ticket.pid)
         self._loop.unwatch(self._channel)
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from distsdk.agent.evidence import handles, oom_kills, oom_reason, state_of
-from distsdk.agent.reaping import kill_group
+from distsdk.agent.reaping import kill_worker
 from distsdk.agent.sockets import new_socket_folder, remove_socket_folder
 from distsdk.agent.starters import Starter
 from distsdk.spec import WorkerSpec
@@ -93,7 +93,7 @@ class WorkerLink:
     def _on_pid(self, pid: int) -> None:
         self.pid = pid
         if self.kill_asked:
-            kill_group(pid)
+            kill_worker(pid)
         self._tell(Started(self.spec.attempt, self.rank, pid, time.monotonic()), [])
 
     def send(self, message: Message) -> None:
@@ -232,7 +232,7 @@ class WorkerLink:
         told nor tell anything."""
         self.kill_asked = True
         if self.pid and not self.is_gone:
-            kill_group(self.pid)
+            kill_worker(self.pid)
 
 
 def _died(status: int, why_killed: str) -> Died:

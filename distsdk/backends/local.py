@@ -6,7 +6,6 @@ It costs the driver two descriptors and no thread. It ends with the driver, by `
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import site
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import distsdk
 from distsdk.agent.devices import count_gpus
+from distsdk.agent.processes import is_gone
 from distsdk.agent.reaping import kill_marked
 from distsdk.agent.sockets import sweep_socket_folders
 from distsdk.backends.base import AgentHandle, AgentLaunch
@@ -29,6 +29,8 @@ from distsdk.wire.messages import Open, Stop
 READ_AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")
 """Prefixes of variables that Python, torch and their libraries read when they are loaded, once and for all."""
 TAIL_BYTES = 4000
+DYING_S = 0.5
+"""How long the end of an agent that has closed its channel is waited for."""
 
 
 class LocalBackend:
@@ -149,8 +151,10 @@ class LocalAgentHandle:
         """Close the run's channel: the agent kills what is left of it."""
         if self._is_open:
             self._is_open = False
-            with contextlib.suppress(ChannelClosed):
+            try:
                 self.channel.send(Stop(0))  # or the agent would think that the driver is gone
+            except ChannelClosed:  # it is gone or going
+                is_gone(self._agent.process.pid, DYING_S)
             self.channel.close()
             if self.poll() is not None:  # what it would have ended itself
                 kill_marked(self._run_id)

@@ -116,6 +116,7 @@ VICTIMS: dict[str, Callable[[Driver, str], list[int]]] = {
     "worker": lambda it, start: [first_worker(it, start)],
     "agent and forkserver": lambda it, _start: [agent(it), forkserver(it)],
     "driver and agent": lambda it, _start: [it.process.pid, agent(it)],
+    "driver, agent and forkserver": lambda it, _start: [it.process.pid, agent(it), forkserver(it)],
 }
 
 
@@ -143,12 +144,13 @@ def slow(*parameters: str) -> object:
     [
         ("driver", "fork"), slow("agent", "fork"), slow("forkserver", "fork"), slow("worker", "fork"),
         slow("agent and forkserver", "fork"), slow("driver and agent", "fork"),
+        slow("driver, agent and forkserver", "fork"),
         slow("driver", "exec"), slow("agent", "exec"), slow("worker", "exec"), slow("driver and agent", "exec"),
     ],
 )  # fmt: skip
 def test_nothing_left_when_one_is_killed(tmp_path: Path, victim: str, start: str) -> None:
     def kill() -> None:
-        for pid in VICTIMS[victim](it, start):
+        for pid in VICTIMS[victim](it, start):  # all are looked up first
             os.kill(pid, signal.SIGKILL)
 
     with driver(tmp_path, PROGRAM, start, *PLAIN) as it:

@@ -20,6 +20,8 @@ from distsdk import distributed
 from tests.worker import foreign
 from tests.worker.foreign import ACCELERATED, EPOCHS, ROWS, Rows, flat, small, steps
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of torch, and of each other
+
 NUM_STEPS = EPOCHS * ROWS // (2 * foreign.BATCH)
 
 
