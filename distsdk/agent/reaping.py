@@ -68,8 +68,9 @@ def collect(pid: int) -> tuple[int, int]:
 
 
 def kill_orphans(known: Collection[int]) -> None:
-    """Kill and collect every child of this process that is not `known`, then the children that it leaves. Among them may
-    be the cleaners of a worker that has ended meanwhile."""
+    """Kill and collect every child of this process that is not `known`, then the children that it leaves.
+
+    Among them may be the cleaners of a worker that has ended meanwhile."""
     kill_before_cleaners(set(children_of(os.getpid())).difference(known))
     end_s = time.monotonic() + LIMIT_S
     while strangers := [pid for pid in children_of(os.getpid()) if pid not in known]:

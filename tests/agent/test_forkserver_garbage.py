@@ -130,6 +130,15 @@ def test_garbage_as_assignment_ends_that_worker(forkserver: Process, garbage: by
 SYS_PIDFD_GETFD = 438
 
 
+class Unguarded:
+    """There are no workers to protect from."""
+
+    def protect_from(self, worker_pid: int, run_id: str) -> None:
+        raise AssertionError("no worker was started")
+
+    forget = protect_from
+
+
 def socket_of(pid: int, number: int) -> socket.socket:
     """A duplicate of another process's socket (see pidfd_getfd(2))."""
     pidfd = os.pidfd_open(pid)
@@ -149,7 +158,7 @@ def said_by_the_forkserver(words: bytes) -> float:
     loop, answers = Loop(), list[str]()
     others = set(below(os.getpid()))
     with closing(loop):
-        starter = ForkStarter(loop, set)
+        starter = ForkStarter(loop, Unguarded(), set)
         (pid,) = (pid for pid in set(below(os.getpid())) - others if b"forkserver" in command_of(pid)[3])
         number = int(command_of(pid)[-3])
         starter.when_ready(lambda answer: (answers.append(answer), loop.stop()))

@@ -168,7 +168,7 @@ def test_garbage_on_the_pool_ends_the_agent_cleanly(start: str) -> None:
         with opened(agent, start) as run:
             launched(run)
             everybody = below(agent.process.pid)
-            assert len(everybody) == 2  # the worker, with its guard or below its forkserver
+            assert len(everybody) == (3 if start == "fork" else 2)  # guard, worker, and forkserver
             agent.channel.socket.sendall(GARBAGE["noise"])
             wait_until(lambda: agent.process.poll() is not None, "the agent ends")
             wait_until(lambda: not any(map(is_alive, everybody)), "all it had started is gone")
