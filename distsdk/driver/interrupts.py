@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -89,7 +88,7 @@ def _wait_until_stopped(job: Job[Any], reason: str) -> None:
     while job.has_begun and not job.done():
         try:
             job.interrupt(reason)
-            wait([job])
+            job.exception()
         except BaseException:
             continue
 

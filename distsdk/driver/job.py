@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - while it can be: not by the run's thread when the main one has ended
 import contextlib
+import math
 import threading
-from concurrent.futures import Future, InvalidStateError
+import time
+from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError
 from typing import Any, Generic, TypeVar
 
 from distsdk.driver.call import Call
@@ -20,6 +22,9 @@ R = TypeVar("R")
 
 under_way: set[Job[Any]] = set()
 """The jobs of this process that are not over."""
+AGAIN_S = 0.2
+"""Waits are begun anew so often: a signal that comes just before the main thread begins to wait (on a busy machine that
+moment is long) is not noticed by CPython before the wait is over."""
 
 
 class Job(Future[Result[R]], Generic[R]):
@@ -114,6 +119,23 @@ class Job(Future[Result[R]], Generic[R]):
         """As Ctrl-C does: the first one asks to stop at the next step boundary, every other kills at once."""
         self._num_interrupts += 1
         self.stop(None if self._num_interrupts == 1 else 0.0, reason)
+
+    def result(self, timeout: float | None = None) -> Result[R]:
+        """Wait for the Result; raises what the call would have raised, CancelledError after `cancel`, or TimeoutError
+        when it is not over within `timeout` seconds (None: for ever)."""
+        self._wait(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `result`, but returns the exception; None when it has completed."""
+        self._wait(timeout)
+        return super().exception(0)
+
+    def _wait(self, timeout: float | None) -> None:
+        end_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left_s := end_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                super().exception(min(left_s, AGAIN_S))
 
     def pids(self) -> dict[int, int]:
         """Process id by rank, of the workers of the attempt under way."""

@@ -238,7 +238,7 @@ INTERRUPTED_OFTEN = """
         kill, microseconds = f"kill -INT {os.getpid()};", ": ;" * 20 * (number % 10)
         subprocess.run(["sh", "-c", f"{kill} {microseconds} {kill}"])
 
-    for number in range(12):
+    for number in range(30):
         interrupter = threading.Thread(target=interrupt_twice, args=(number,), daemon=True)
         try:
             interrupter.start()
@@ -254,7 +254,7 @@ def test_two_interrupts_at_any_distance_end_every_run(tmp_path: Path) -> None:
     with driver(tmp_path, INTERRUPTED_OFTEN) as interrupted:
         _, output = interrupted.ended(within_s=120)
         interrupted.assert_nothing_left(GONE_S)
-    assert output.count("KI <Result interrupted ") == 12, output
+    assert output.count("KI <Result interrupted ") == 30, output
 
 
 @pytest.mark.parametrize("delay", [0.4, *slow(0.0, 0.2, 0.8, 1.2, 1.8, 2.5)])
