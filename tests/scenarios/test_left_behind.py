@@ -96,7 +96,7 @@ def test_the_agent_is_killed(tmp_path, start):
 
 def test_the_forkserver_is_killed(tmp_path):
     driver, agent, pids = started_victim(tmp_path, "fork")
-    (server,) = children_of(agent)
+    (server,) = (pid for pid in children_of(agent) if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text())
     os.kill(server, signal.SIGKILL)
     _, err = driver.communicate(timeout=20)
     assert "WorkerDied" in err
