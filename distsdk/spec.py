@@ -14,6 +14,7 @@ LOG_CHOICES = ("rank0", "all", "none")
 START_CHOICES = ("auto", "fork", "exec")
 BATCH_CHOICES = ("per_worker", "global")
 LOSS_REDUCTION_CHOICES = ("mean", "sum")
+MODES = ("min", "max")
 DDP_ARGUMENTS = frozenset({"bucket_cap_mb", "comm_hook", "gradient_as_bucket_view", "shared_memory"})
 RESTART_CHOICES = ("deaths", "lost_nodes", "errors", "hangs")
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "powerSGD")
@@ -94,6 +95,15 @@ class Options:
     """The run folder, made new; None: ``./distsdk_runs/<name>-<time>-<id>``."""
     name: str | None = None
     """Name of the run in folder and display; None: the function's name."""
+    keep_checkpoints: int | None = 2
+    """How many checkpoints of the run stay: the latest, or the best by `best` and the latest; None: all."""
+    best: str | None = None
+    """The reported metric by which checkpoints are compared: its folded value at the checkpoint's step."""
+    mode: str = "min"
+    """Whether the lowest ("min") or the highest ("max") value is the best."""
+    resume_from: Any = None
+    """What `get_checkpoint` gives before this run has a checkpoint of its own: a Result, a Checkpoint, the folder of a
+    run or of a checkpoint, or "latest": the last run of this name that has one; None: nothing."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the workers, on top of the driver's environment."""
     start: str = "auto"
@@ -114,13 +124,15 @@ class Options:
         is_seed = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         _check(is_seed, "seed", self.seed, "0 to 2**63 - 1")
         _check_failure_options(self)
+        keep = self.keep_checkpoints
+        _check(keep is None or (_is_int(keep) and keep >= 1), "keep_checkpoints", keep, "a whole number of at least 1")
         _check(_is_text_mapping(self.env), "env", self.env, "a mapping of str to str")
         is_choice = self.sync_batchnorm is None or isinstance(self.sync_batchnorm, bool)
         _check(is_choice, "sync_batchnorm", self.sync_batchnorm, "True, False or None")
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
             _check(isinstance(value, str) and value in choices, option, value, f"one of {choices}")
-        for path_or_name in ("run_dir", "name"):
+        for path_or_name in ("run_dir", "name", "best"):
             value = getattr(self, path_or_name)
             _check(value is None or isinstance(value, str), path_or_name, value, "a str or None")
         _check(isinstance(self.trackers, tuple), "trackers", self.trackers, "a tuple of names")
@@ -133,6 +145,7 @@ class Options:
 
 _CHOICES = {
     "start": START_CHOICES, "logs": LOG_CHOICES, "batch": BATCH_CHOICES, "loss_reduction": LOSS_REDUCTION_CHOICES,
+    "mode": MODES,
 }  # fmt: skip
 OPTION_NAMES = tuple(f.name for f in fields(Options))
 
@@ -269,7 +282,7 @@ class WorkerSpec:
     """Module name of the driver's ``__main__`` when started with ``python -m``."""
     max_restarts: int = 0
     checkpoint: str = ""
-    """Name of the last committed checkpoint of an earlier attempt, in the run folder; "": none."""
+    """Folder of the checkpoint that the attempt begins with; "": none."""
     faults: list[Fault] = field(default_factory=list)
     """Of all ranks and attempts, as a test has planned them."""
     socket_folder: str = ""

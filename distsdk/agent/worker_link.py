@@ -34,6 +34,7 @@ from distsdk.wire.messages import (
     Parcel,
     Printed,
     Reported,
+    Saved,
     Started,
     StopAsked,
 )
@@ -46,7 +47,7 @@ DUMP_S = 0.1
 """How long a worker has to write its stacks when it gets the signal."""
 _READ_BYTES = 1 << 16
 
-FROM_WORKERS = (Reported, Fingerprinted, Noted, StopAsked)
+FROM_WORKERS = (Reported, Saved, Fingerprinted, Noted, StopAsked)
 """What is passed on besides outcomes and answers, each as of the rank that this worker has."""
 
 Tell = Callable[[Message, list[int]], None]

@@ -59,6 +59,7 @@ from distsdk.wire.messages import (
     Release,
     Reported,
     Returned,
+    Saved,
     Started,
     Stop,
 )
@@ -164,13 +165,15 @@ class Attempt:
         if not 0 <= getattr(message, "rank", 0) < len(self.ranks):  # of no rank of ours
             close_all(descriptors)
             return
-        if isinstance(message, (Printed, Reported)):
+        if isinstance(message, (Printed, Reported, Saved)):
             self.group.watch.on_output(time.monotonic())
         if isinstance(message, Printed):
             self._logs.on_printed(message)
         elif isinstance(message, Reported):
             self.ranks[message.rank].progress = message.progress
             self._recorder.on_reported(message)
+        elif isinstance(message, Saved):
+            self._recorder.on_saved(message)
         elif isinstance(message, Noted):
             self._recorder.on_noted(message)
         elif isinstance(message, Fingerprinted):

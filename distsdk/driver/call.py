@@ -9,13 +9,15 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distsdk.backends.base import Backend
 from distsdk.backends.registry import backend_for
 from distsdk.driver.inherited import tell_of_inherited
+from distsdk.driver.keeping import Keeping
+from distsdk.driver.resuming import checkpoint_to_resume, shown_source
 from distsdk.driver.shipping import name_of, ship
 from distsdk.driver.topology import choose_workers, num_threads, places
 from distsdk.errors import UsageError
@@ -80,6 +82,18 @@ class Call:
     home: Mapping[int, Any]
     surroundings: Surroundings
     faults: list[Fault]
+    resume_from: str = ""
+    """Folder of the checkpoint of another run that the first attempt begins with; "": none."""
+
+    @property
+    def keeping(self) -> Keeping:
+        """Which checkpoints stay."""
+        return keeping_of(self.options)
+
+
+def keeping_of(options: Options) -> Keeping:
+    """What `options` say about it."""
+    return Keeping(options.keep_checkpoints, options.best, options.mode)
 
 
 def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
@@ -107,6 +121,7 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     plan = plan_call(fn, options)
     _check_arguments(fn, args, kwargs)
     faults = planned_for(plan.num_workers)
+    resume_from = checkpoint_to_resume(options.resume_from, options.run_dir, plan.name)
     parcel, descriptors, home = ship(fn, args, kwargs)
     try:
         run_id = new_run_id()
@@ -118,8 +133,10 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             os.close(descriptor)
         raise
     tell_of_inherited()
-    here = Surroundings.here()
-    return Call(fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, here, faults)
+    return Call(
+        fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, Surroundings.here(), faults,
+        resume_from,
+    )  # fmt: skip
 
 
 def _is_main_run_again() -> bool:
@@ -142,6 +159,7 @@ def _check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 def run_record(plan: Plan, options: Options, run_id: str, seed: int) -> dict[str, Any]:
     """What ``run.json`` says."""
+    options = replace(options, resume_from=shown_source(options.resume_from))
     shown = {**asdict(options), "env": sorted(options.env), "backend": plan.backend.name}  # values of env may be secret
     return {
         "name": plan.name,

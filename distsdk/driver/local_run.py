@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distsdk.driver.call import Plan, plan_call, run_record
+from distsdk.driver.call import Plan, keeping_of, plan_call, run_record
 from distsdk.driver.display import display_for
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
+from distsdk.driver.resuming import checkpoint_to_resume
 from distsdk.driver.run import attach_result, mean_of_mappings
 from distsdk.errors import StopTraining
 from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
 from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
 from distsdk.wire.culprit import variables_of
-from distsdk.wire.messages import Message, Noted, Reported, StopAsked
+from distsdk.wire.messages import Message, Noted, Reported, Saved, StopAsked
 
 
 def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Result[Any]:
@@ -30,6 +31,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     """
     plan = plan_call(fn, options.changed({"workers": 1, "gpu": False}))
     planned_here()  # it refuses what would end this process
+    resume_from = checkpoint_to_resume(options.resume_from, options.run_dir, plan.name)
     run_id, start = new_run_id(), time.monotonic()
     folder = create_run_folder(options.run_dir, plan.name, run_id)
     seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
@@ -37,12 +39,12 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     begin_run_folder(folder, record)
     from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
 
-    recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1))
+    recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1), keeping_of(options))
     value, error = None, None
     try:
         with kept_streams():
             seed_everything(seed)
-            value = _called(fn, args, kwargs, options, folder, run_id, seed, recorder)
+            value = _called(fn, args, kwargs, options, folder, run_id, seed, recorder, resume_from)
     except BaseException as caught:
         error = caught
     result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
@@ -54,7 +56,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _called(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options,
-    folder: RunFolder, run_id: str, seed: int, recorder: Recorder,
+    folder: RunFolder, run_id: str, seed: int, recorder: Recorder, resume_from: str,
 ) -> Any:  # fmt: skip
     from distsdk.worker.arguments import modules_in, values_of
     from distsdk.worker.context import Context
@@ -64,6 +66,8 @@ def _called(
     def on_message(message: Message) -> None:
         if isinstance(message, Reported):
             recorder.on_reported(message)
+        elif isinstance(message, Saved):
+            recorder.on_saved(message)
         elif isinstance(message, Noted):
             recorder.on_noted(message)
         elif isinstance(message, StopAsked):
@@ -72,12 +76,16 @@ def _called(
 
     context = Context(run_id=run_id, run_dir=str(folder.path))
     faults = faults_for(planned_here(), context, None)
-    equipment = Equipment(context, seed, training_of(options), on_message, faults=faults)
+    equipment = Equipment(context, seed, training_of(options), on_message, checkpoint=resume_from, faults=faults)
     with equipment.in_place():
         for model in modules_in(*values_of(fn, args, kwargs), variables_of(fn)):  # they were made before we watched
             for part in model.modules():
                 equipment.discovery.remember(part)
-        value = equipment.call(fn, args, kwargs)
+        try:
+            value = equipment.call(fn, args, kwargs)
+        except BaseException:
+            equipment.settle()
+            raise
         equipment.finish()
         return value
 

@@ -13,7 +13,7 @@ from distsdk.errors import UsageError
 from distsdk.spec import OPTION_NAMES, Options, check_names, normalised
 
 ENV_PREFIX = "DISTSDK_"
-_TEXTS = ("name", "run_dir", "backend", "start", "logs", "batch", "loss_reduction")
+_TEXTS = ("name", "run_dir", "backend", "start", "logs", "batch", "loss_reduction", "best", "mode", "resume_from")
 
 
 def resolve(given: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> Options:

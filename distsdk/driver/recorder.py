@@ -12,12 +12,14 @@ from typing import Any
 
 from distsdk.driver.display import Display
 from distsdk.driver.history import History, Row
+from distsdk.driver.keeping import Keeping, KeptCheckpoints
 from distsdk.driver.result import Result
+from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file
 from distsdk.storage.failed_writes import FailedWrites
-from distsdk.storage.folder import RunFolder
+from distsdk.storage.folder import RunFolder, step_of_name
 from distsdk.trackers.base import Tracker, tracker_for
-from distsdk.wire.messages import NOT_WRITTEN, Noted, Reported
+from distsdk.wire.messages import Noted, Reported, Saved
 
 
 class Recorder:
@@ -31,9 +33,10 @@ class Recorder:
         trackers: tuple[str, ...],
         config: Mapping[str, Any],
         display: Display,
+        keeping: Keeping,
     ) -> None:
+        self._checkpoints = KeptCheckpoints(folder.checkpoints, keeping)
         self.history = History(num_ranks)
-        self.checkpoint_names: list[str] = []
         self.checkpoint_to_resume = ""
         """Name of the last one that the function itself has saved."""
         self.display = display
@@ -44,8 +47,6 @@ class Recorder:
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._history_file = _HistoryFile(folder.history_file, self.failed_writes)
-        self._ranks_not_written: set[int] = set()
-        self._has_reported_checkpoint = False
 
     def begin_attempt(self) -> None:
         """All ranks start again."""
@@ -56,21 +57,34 @@ class Recorder:
         """A rank reported."""
         with self._lock:
             self.history.add(report, time.monotonic())
-        if report.checkpoint == NOT_WRITTEN:
-            self._ranks_not_written.add(report.rank)
-        elif report.checkpoint:
-            self._has_reported_checkpoint |= not report.is_automatic
-            self.checkpoint_to_resume = self.checkpoint_to_resume if report.is_automatic else report.checkpoint
-            self._on_checkpoint(report.checkpoint)
         if report.metrics:
             self._write(list(self.history.newly_settled(time.monotonic())))
             self.display.update(report.step, self.latest)
 
-    def _on_checkpoint(self, name: str) -> None:
-        if name in self.checkpoint_names:  # the same step again: it was replaced
-            self.checkpoint_names.remove(name)
-        self.checkpoint_names.append(name)
-        self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / name))
+    def on_saved(self, saved: Saved) -> None:
+        """A checkpoint was committed."""
+        if not saved.is_automatic:
+            self.checkpoint_to_resume = saved.name
+        self._checkpoints.add(saved.name, saved.step)
+        self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / saved.name))
+        self._checkpoints.remove_superfluous(self._column)
+
+    def find_checkpoints(self) -> None:
+        """Those, too, that were committed, though their writer was killed before it could say so."""
+        for name in committed(self._folder.checkpoints):
+            if name not in self._checkpoints.names:
+                self._checkpoints.add(name, step_of_name(name))
+                self.checkpoint_to_resume = name
+
+    @property
+    def checkpoint_names(self) -> list[str]:
+        """Of those that are there, in order of being committed."""
+        return list(self._checkpoints.names)
+
+    def _column(self, metric: str) -> dict[int, float]:
+        """Folded values by step."""
+        with self._lock:
+            return {int(row["step"]): row[metric] for row in self.history.rows() if metric in row}
 
     def on_noted(self, note: Noted) -> None:
         """A rank has a sentence for the user; equal ones of several ranks are told once."""
@@ -126,11 +140,8 @@ class Recorder:
             self.history.finish_rank(rank)
         self._write(list(self.history.newly_settled()))
         self._history_file.finish(self.history.rows())
-        if self._ranks_not_written and not self._has_reported_checkpoint:
-            ranks = ", ".join(map(str, sorted(self._ranks_not_written)))
-            self.display.note(
-                "warning", f"no checkpoint was saved from report(): rank 0 gave none, only rank {ranks} did."
-            )
+        self._checkpoints.remove_superfluous(self._column)
+        self._checkpoints.close()
         if self._trackers:
             self._each_tracker(lambda tracker: tracker.finish(status))
         self.display.close()

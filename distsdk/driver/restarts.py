@@ -29,7 +29,7 @@ class AttemptInfo:
     steps_lost: int = 0
     """How many of them were made after the last checkpoint."""
     checkpoint: str = ""
-    """Name of the checkpoint that `get_checkpoint` gave in it; "": none."""
+    """The checkpoint that `get_checkpoint` gave in it: its name, or of another run its folder; "": none."""
     seconds: float = 0.0
     base: int = 0
     """Steps of earlier attempts that it built upon."""

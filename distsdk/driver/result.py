@@ -14,6 +14,7 @@ from distsdk.driver.report_html import result_html
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.shipping import dump_call
 from distsdk.errors import CheckpointError, UsageError
+from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file, read_json, write_json
 from distsdk.storage.folder import RunFolder
 from distsdk.wire.memory import padded
@@ -108,7 +109,7 @@ class Result(Generic[R]):
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds: ``start`` (call to workers running), ``run``, ``total``."""
     checkpoint_names: list[str] = field(default_factory=list)
-    """In order of being committed."""
+    """Of those that were kept, in order of being committed."""
 
     @property
     def value(self) -> R:
@@ -117,7 +118,7 @@ class Result(Generic[R]):
 
     @property
     def checkpoints(self) -> list[Any]:
-        """All checkpoints, in order of being committed: `Checkpoint`."""
+        """All checkpoints that were kept, in order of being committed: `Checkpoint`."""
         from distsdk.worker.checkpoint import Checkpoint
 
         folder = RunFolder(Path(self.path)).checkpoints
@@ -153,10 +154,7 @@ class Result(Generic[R]):
         checkpoint = self.checkpoint
         if checkpoint is None:
             raise CheckpointError(f"the run in {self.path} saved no checkpoint.")
-        state = checkpoint.load()
-        if key not in state:
-            raise CheckpointError(f"checkpoint {checkpoint.path} has no {key!r}: name one of key={sorted(state)}.")
-        model.load_state_dict(state[key])  # type: ignore[attr-defined]
+        checkpoint.restore(**{key: model})
         return model
 
     def plot(self, names: Sequence[str] | None = None, ax: Any = None) -> Any:
@@ -237,7 +235,6 @@ def _unfinished(cls: type[Result[Any]], folder: RunFolder) -> Result[Any]:
     if not folder.run_file.is_file():
         raise CheckpointError(f"{folder.path} holds no run: there is no {folder.run_file.name} in it.")
     run, rows = read_json(folder.run_file), _read_history(folder)
-    checkpoints = folder.checkpoints.glob("[!.]*") if folder.checkpoints.is_dir() else ()
     return cls(
         status="unfinished",
         path=str(folder.path),
@@ -247,7 +244,7 @@ def _unfinished(cls: type[Result[Any]], folder: RunFolder) -> Result[Any]:
         ranks=[],
         name=run["name"],
         seed=run["seed"],
-        checkpoint_names=[path.name for path in sorted(checkpoints, key=lambda path: (len(path.name), path.name))],
+        checkpoint_names=committed(folder.checkpoints),
     )
 
 

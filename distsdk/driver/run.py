@@ -40,7 +40,7 @@ class Run:
         num_ranks, name = call.plan.num_workers, call.plan.name
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
-        self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display)
+        self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display, call.keeping)
         self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
         self._requests = Requests()
         self._called_s, self._started_s = time.monotonic(), 0.0
@@ -82,15 +82,20 @@ class Run:
     def _next_attempt(self) -> Attempt:
         self._base = self._base_of_next
         self.recorder.begin_attempt()
+        begins_from = self._checkpoint_to_begin_from()
         if self.attempts:
             self._logs.mark(f"attempt {len(self.attempts)}")
         sweep(self.call.folder.checkpoints)
-        return Attempt(
-            self.call, len(self.attempts), self.recorder.checkpoint_to_resume, self.recorder, self._logs, self._requests
-        )
+        return Attempt(self.call, len(self.attempts), begins_from, self.recorder, self._logs, self._requests)
+
+    def _checkpoint_to_begin_from(self) -> str:
+        """Its folder: of this run the last one, else the one that the user gave; "": none."""
+        name = self.recorder.checkpoint_to_resume
+        return str(self.call.folder.checkpoints / name) if name else self.call.resume_from
 
     def _goes_on(self) -> bool:
         """Take down how the attempt ended; True when another is to follow."""
+        self.recorder.find_checkpoints()
         info = self._info(self._attempt)
         self.attempts.append(info)
         self._started_s = self._started_s or self._attempt.times.get("started", 0.0)
@@ -102,7 +107,7 @@ class Run:
         self._why_no_more = no_progress(self.attempts)
         if not self._why_no_more:
             restarts = f"Restart {info.number + 1} of at most {self.call.options.max_restarts}"
-            self._tell(f"{info.cause}. {restarts} begins from {self.recorder.checkpoint_to_resume or 'the start'}")
+            self._tell(f"{info.cause}. {restarts} begins from {self._checkpoint_to_begin_from() or 'the start'}")
         return not self._why_no_more
 
     def _info(self, attempt: Attempt) -> AttemptInfo:
@@ -116,7 +121,7 @@ class Run:
             rank=verdict.rank,
             steps=steps,
             steps_lost=0 if verdict.kind == "completed" else max(0, steps - saved_at),
-            checkpoint=attempt.checkpoint,
+            checkpoint=attempt.checkpoint.removeprefix(f"{self.call.folder.checkpoints}/"),
             seconds=attempt.times["ended"] - attempt.times["called"],
             base=self._base,
         )

@@ -5,7 +5,7 @@
           result.json               status, metrics, ranks, timings; written last
           values.pkl                what the ranks returned
           logs/rank-0.log           everything that rank wrote
-          checkpoints/step-000120/  state.pt and manifest.json
+          checkpoints/step-000120/  state.pt and manifest.json (`storage.checkpoints`)
           tensorboard/              event files
 """
 
@@ -70,6 +70,11 @@ class RunFolder:
 def checkpoint_name(step: int) -> str:
     """``step-000120``: sorts by step up to 999,999 and beyond by length."""
     return f"step-{step:06d}"
+
+
+def step_of_name(name: str) -> int:
+    """The step in a checkpoint's name."""
+    return int(name.rpartition("-")[2])
 
 
 def create_run_folder(run_dir: str | None, name: str, run_id: str) -> RunFolder:

@@ -67,7 +67,11 @@ class Counters:
         """From now on `value`."""
         self._numbers[counter] = value
 
-    def saved(self) -> None:
-        """A checkpoint has been committed here."""
-        numbers = self._numbers
-        numbers[SAVED_AT] = numbers[STEPS] or numbers[REPORTS]
+    @property
+    def reached(self) -> int:
+        """How far the rank is: optimizer steps; of a function that makes none, its reports."""
+        return int(self._numbers[STEPS] or self._numbers[REPORTS])
+
+    def saved(self, reached: int) -> None:
+        """A checkpoint of the time when `reached` was this has been committed here."""
+        self._numbers[SAVED_AT] = reached

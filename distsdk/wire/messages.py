@@ -8,10 +8,9 @@ import msgspec
 
 from distsdk.spec import NodeInfo, WorkerSpec
 
-NOT_WRITTEN = "-"
 DATA, DATA_STEP = "data", -1
 """Name and step of fingerprints of data: the first loader has step -2, the next -3, and so on."""
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this file; a peer that announces another one is refused."""
 
 
@@ -198,12 +197,20 @@ class Reported(Message, frozen=True):
     weight: float
     reduce: dict[str, str]
     """Fold by metric name; a name that is missing is averaged."""
-    checkpoint: str = ""
-    """Name of the checkpoint committed with it, in the run folder; `NOT_WRITTEN`: this rank writes none."""
-    is_automatic: bool = False
-    """True for the checkpoint that is saved at the end when the function saved none."""
     progress: Progress = Progress()
     """Filled in by the agent."""
+
+
+class Saved(Message, frozen=True):
+    """A checkpoint was committed, by the rank that wrote it."""
+
+    attempt: int
+    rank: int
+    step: int
+    name: str
+    """In the run folder."""
+    is_automatic: bool = False
+    """True for the one that is saved at the end when the function saved none."""
 
 
 class Fingerprinted(Message, frozen=True):
@@ -308,8 +315,8 @@ class Reaped(Message, frozen=True):
 
 
 AnyMessage = (
-    Open | Launch | Assign | Stop | Inspect | Release | Ready | Started | Printed | Reported | Fingerprinted | Noted
-    | StopAsked | Inspected | Ended | Exited | Failed | Fork | Forked | Reaped
+    Open | Launch | Assign | Stop | Inspect | Release | Ready | Started | Printed | Reported | Saved | Fingerprinted
+    | Noted | StopAsked | Inspected | Ended | Exited | Failed | Fork | Forked | Reaped
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,81 +1,36 @@
-"""Checkpoints: written by rank 0, one folder each, whole or not there; loaded weights-only."""
+"""Committed checkpoints, read: weights-only, verified against their manifest."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.errors import CheckpointError
-from distsdk.storage.commit import committed_folder, read_json, write_json
-from distsdk.storage.folder import RunFolder, checkpoint_name
-
-STATE_FILE = "state.pt"
-MANIFEST_FILE = "manifest.json"
+from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, checked, problem_of, rank_file
+from distsdk.storage.commit import read_json
+from distsdk.worker.saving import bare_model
 
 
-def state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved: each object's ``state_dict()`` if it has one, else the value itself. A model that is compiled, or
-    inside a DistributedDataParallel, has the names of the bare one."""
-    bare = {key: bare_model(value) for key, value in state.items()}
-    return {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in bare.items()}
-
-
-def bare_model(thing: Any) -> Any:
-    """What ``torch.compile`` and DistributedDataParallel have wrapped; anything else as it is."""
-    while hasattr(thing, "_orig_mod") or isinstance(thing, DistributedDataParallel):
-        thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
-    return thing
-
-
-def write_checkpoint(run_dir: str, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Commit a checkpoint; returns its name.
-
-    Raises CheckpointError when it could not be written; the checkpoints before it are untouched.
-    """
-    name = checkpoint_name(step)
-    try:
-        with committed_folder(RunFolder(Path(run_dir)).checkpoints / name) as staging:
-            _save(state_of(state), staging / STATE_FILE)
-            write_json(staging / MANIFEST_FILE, {
-                "step": step,
-                "metrics": dict(metrics),
-                "torch": torch.__version__,
-                "files": {STATE_FILE: _described(staging / STATE_FILE)},
-            })  # fmt: skip
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {name} could not be written to {run_dir}: {error}") from error
-    return name
-
-
-def _save(state: dict[str, Any], file: Path) -> None:
-    try:
-        torch.save(state, file)
-    except RuntimeError:  # torch keeps to itself what the system said; asked again, a full disk says it
-        file.with_suffix(".probe").write_bytes(bytes(1 << 20))
-        raise
-
-
-def _described(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint on disk."""
+    """A committed checkpoint on disk. Without distsdk: ``torch.load(f"{path}/state.pt", weights_only=True)``."""
 
-    path: Path
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
+        self._folder, self._rank = Path(path), rank
+
+    @property
+    def path(self) -> str:
+        """Its folder."""
+        return str(self._folder)
 
     @property
     def manifest(self) -> dict[str, Any]:
         """Step, metrics, versions, and size and checksum of each file."""
-        return dict(read_json(self.path / MANIFEST_FILE))
+        return dict(read_json(self._folder / MANIFEST_FILE))
 
     @property
     def step(self) -> int:
@@ -84,30 +39,86 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Rank 0's metrics reported with it."""
+        """The metrics reported with it, by the rank that wrote it."""
         return dict(self.manifest["metrics"])
 
-    def load(self, *, trusted: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+    @property
+    def world_size(self) -> int:
+        """How many workers there were."""
+        return int(self.manifest["world_size"])
+
+    def verify(self) -> str:
+        """What is wrong with it, by the sizes and checksums of its manifest; "" when it is whole."""
+        return problem_of(self._folder)
+
+    def load(self, *, trusted: bool = False, map_location: Any = "cpu", rank: int | None = None) -> dict[str, Any]:
         """The saved state: ``state_dict`` of each object, plain values as they were.
 
-        Loads weights only; trusted=True also runs code that the pickle asks for. Raises CheckpointError when it is
-        damaged, or holds a class that is not allowed.
+        Loads weights only; trusted=True also runs code that the pickle asks for. Values of each rank (`per_rank`) are
+        those of `rank` (None: of this one); where there were fewer workers they are missing. Raises CheckpointError
+        when it is damaged, holds a class that is not allowed, or is a folder of the user's (see `as_directory`).
         """
-        file = self.path / STATE_FILE
-        described = self.manifest["files"][STATE_FILE]
-        if not file.is_file() or _described(file) != described:
+        manifest, rank = self.manifest, self._rank if rank is None else rank
+        if STATE_FILE not in manifest["files"]:
+            raise CheckpointError(f"checkpoint {self.path} holds files, not a state: read them in as_directory().")
+        names = [name for name in (STATE_FILE, rank_file(rank)) if name in manifest["files"]]
+        checked(self._folder, names)
+        if not trusted and (foreign := manifest["needs_trust"]):
+            key, kind = next(iter(foreign.items()))
             raise CheckpointError(
-                f"{file} is missing or damaged: it does not have the size and checksum of its manifest."
+                f"{key!r} in checkpoint {self.path} holds a {kind}, which is more than weights and plain values. If "
+                "you trust where the checkpoint comes from: .load(trusted=True)."
             )
+        state: dict[str, Any] = {}
+        for name in names:
+            state.update(self._loaded(self._folder / name, trusted, map_location))
+        return state
+
+    def _loaded(self, file: Path, trusted: bool, map_location: Any) -> dict[str, Any]:
         try:
-            return dict(torch.load(file, map_location=map_location, weights_only=not trusted))
+            with torch.serialization.safe_globals(_numpy_types()):
+                return dict(torch.load(file, map_location=map_location, weights_only=not trusted))
         except Exception as error:
-            raise CheckpointError(
-                f"{file} holds more than weights and plain values ({_first_line(error)}). If you trust where it comes "
-                "from: .load(trusted=True)."
-            ) from error
+            raise CheckpointError(f"{file} could not be loaded ({_first_line(error)}).") from error
+
+    def restore(self, *, trusted: bool = False, **objects: Any) -> dict[str, Any]:
+        """Load the state into `objects` (``model=model, optimizer=optimizer``), in place; returns the other values.
+
+        Raises CheckpointError as `load` does, and when there is no value of such a name.
+        """
+        state = self.load(trusted=trusted)
+        for name, thing in objects.items():
+            if name not in state:
+                raise CheckpointError(f"checkpoint {self.path} has no {name!r}: it has {sorted(state)}.")
+            bare_model(thing).load_state_dict(state.pop(name))
+        return state
+
+    @contextmanager
+    def as_directory(self) -> Iterator[Path]:
+        """A folder with the files of a checkpoint that was reported as one; of any other, with all that it has."""
+        checked(self._folder)
+        files = self._folder / USER_FOLDER
+        yield files if files.is_dir() else self._folder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}>"
+
+
+def _numpy_types() -> list[Any]:
+    """What numpy's own scalars and arrays need to be loaded; none of it runs code of the file's choosing."""
+    reconstruct = np.ndarray(0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUMmV"}
+    return [reconstruct, scalar, np.ndarray, np.dtype, *dtypes]
 
 
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
     return (lines or [str(error)[:200]])[0].strip()
+

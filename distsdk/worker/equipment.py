@@ -17,18 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from distsdk.errors import CheckpointError, DivergenceError
 from distsdk.spec import Training
 from distsdk.wire.blackbox import BACKWARDS, BATCHES, STEPS, Counters
-from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message, Reported
+from distsdk.wire.messages import DATA, DATA_STEP, Fingerprinted, Message
 from distsdk.worker import context as contexts
 from distsdk.worker import session as sessions
 from distsdk.worker.arguments import modules_in, values_of
 from distsdk.worker.batchnorm import BatchStatistics
-from distsdk.worker.checkpoint import write_checkpoint
 from distsdk.worker.context import Context
 from distsdk.worker.courtesies import courtesies
 from distsdk.worker.discovery import Discovery
 from distsdk.worker.faults import Faults
 from distsdk.worker.foreign import is_sharded_by_fsdp
 from distsdk.worker.inspection import Inspection
+from distsdk.worker.saving import Saver
 from distsdk.worker.session import Session
 from distsdk.worker.shard import Sharding
 from distsdk.worker.shared_memory import SharedMemory, is_possible
@@ -84,6 +84,7 @@ class Equipment:
         self.session = Session(context, send, lambda: self.synchroniser.is_stopping, self.weight_of_report)
         self.session.counters, self.session.resume_from = self.counters, checkpoint
         self.session.ask = self._ask_to_stop
+        self.saver = self.session.saver = Saver(context, self.counters, send)
         self.sharding = Sharding(
             context, seed, training.is_global,
             self.discovery.is_evaluating, lambda: (self.synchroniser.num_backwards, self.verifier.step),
@@ -249,6 +250,7 @@ class Equipment:
             self._check_synchronised()
             self._check_data()
         self.save_models()
+        self.saver.wait()
 
     def _check_data(self) -> None:
         synchroniser, sharding = self.synchroniser, self.sharding
@@ -275,18 +277,23 @@ class Equipment:
     def save_models(self) -> None:
         """Commit the state of the trained models, on rank 0, unless the function saved a checkpoint itself."""
         models = self.trained_models()
-        has_saved = self.session.num_checkpoints or self.session.resume_from  # in an earlier attempt
+        has_saved = self.saver.is_own(self.session.resume_from) or self.saver.has_anyone_saved()
         if not models or not self.context.is_main or has_saved:
             return
         state = {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
         step = self.session.latest_step or self.verifier.step
         try:
-            name = write_checkpoint(self.context.run_dir, step, state, {})
+            self.saver.save(step, state, {}, is_automatic=True)
+            self.saver.wait()
         except CheckpointError as error:  # nobody asked for it: the run does not fail for want of room
             self.session.note("warning", f"the model was not saved at the end: {error}")
-            return
-        self.counters.saved()
-        self.send(Reported(self.context.attempt, self.context.rank, step, {}, 1.0, {}, name, is_automatic=True))
+
+    def settle(self) -> None:
+        """The function has failed or stopped: what it has saved last is still written."""
+        try:
+            self.saver.wait(is_last=True)
+        except CheckpointError as error:
+            self.session.note("warning", str(error))
 
     def trained_models(self) -> list[nn.Module]:
         """Models that had trainable parameters in the last backward, but for those that are sharded: to bring them

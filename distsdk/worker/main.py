@@ -212,7 +212,7 @@ class Worker:
         spec, equipment = self.spec, self.equipment
         check_torch(spec)
         seed_everything(spec.seed)
-        self._store = join_group(spec, descriptors)
+        self._store = equipment.saver.store = join_group(spec, descriptors)
         with equipment.in_place():
             fn, args, kwargs = self._loaded(payload, descriptors)
             handed = values_of(fn, args, kwargs)
@@ -221,8 +221,10 @@ class Worker:
                     model.to(equipment.context.device)
             try:
                 value = equipment.call(fn, args, kwargs)
-            except StopTraining:
-                equipment.save_models()
+            except BaseException as error:
+                if isinstance(error, StopTraining):
+                    equipment.save_models()
+                equipment.settle()
                 raise
             equipment.finish()
             equipment.tell_trained_captures(fn, args, kwargs)

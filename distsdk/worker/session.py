@@ -6,17 +6,16 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distsdk.errors import StopTraining, UsageError
-from distsdk.storage.folder import RunFolder
 from distsdk.wire.blackbox import REPORTS, Counters
-from distsdk.wire.messages import NOT_WRITTEN, Message, Noted, Reported, StopAsked
+from distsdk.wire.messages import Message, Noted, Reported, StopAsked
 from distsdk.worker.context import Context
 
 if TYPE_CHECKING:
     from distsdk.worker.checkpoint import Checkpoint
+    from distsdk.worker.saving import Saver
 
 REDUCTIONS = ("mean", "sum", "min", "max", "last")
 
@@ -36,10 +35,10 @@ class Session:
     latest_step: int = 0
     _next_steps: dict[str, int] = field(default_factory=dict)
     """By name: what is reported in different places, or by some ranks only, is counted apart."""
-    num_checkpoints: int = 0
+    saver: Saver | None = None
     counters: Counters = field(default_factory=Counters)
     resume_from: str = ""
-    """Name of the checkpoint that an earlier attempt committed last; "": there is none."""
+    """Folder of the checkpoint that this attempt begins with; "": there is none."""
     stop_reason: str = ""
     """Why this rank was asked to stop."""
     _told: set[str] = field(default_factory=set)
@@ -86,8 +85,8 @@ def enter(session: Session | None) -> Session | None:
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The last checkpoint that was committed before this attempt, the same on all ranks; None in a first attempt, and
-    outside a worker.
+    """The checkpoint to go on from, the same on all ranks: after a restart the last one that was committed; before,
+    that of `resume_from`; else None, and outside a worker.
 
     Reports without a step go on after the checkpoint's step once it was asked for.
     """
@@ -96,7 +95,7 @@ def get_checkpoint() -> Checkpoint | None:
         return None
     from distsdk.worker.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint(RunFolder(Path(session.context.run_dir)).checkpoints / session.resume_from)
+    checkpoint = Checkpoint(session.resume_from, session.context.rank)
     session.latest_step = max(session.latest_step, checkpoint.step + 1)
     return checkpoint
 
@@ -120,7 +119,7 @@ def report(
     step: int | None = None,
     weight: float | None = None,
     reduce: str | Mapping[str, str] = "mean",
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> None:
     """Tell the driver numbers of one step, and optionally save a checkpoint. Never waits for other ranks.
 
@@ -137,12 +136,14 @@ def report(
             it got last (0 when the slice is empty).
         reduce: how values of one step are folded over the ranks: "mean" (weighted), "sum", "min", "max" or "last" (of
             the highest rank); one for all or by name.
-        checkpoint: name to what is saved: objects with ``state_dict`` (model, optimizer, ...) or plain values. Rank 0
-            writes it, to ``result.checkpoint``; from other ranks it is not written.
+        checkpoint: name to what is saved: objects with ``state_dict`` (model, optimizer, ...), tensors, plain values,
+            and `per_rank` values; or a folder, whose files are copied as they are. One rank may report it, or all:
+            what they have in common is written once. It is copied at once and written beside the training, to
+            ``result.checkpoints``; the next one waits for it.
 
     Raises:
         UsageError: metrics is no mapping of str to numbers, or another argument is not as above.
-        CheckpointError: the checkpoint could not be written.
+        CheckpointError: the checkpoint before this one, or this one, could not be written.
     """
     numbers = _numbers(metrics)
     folds = _folds(reduce, numbers)
@@ -150,10 +151,7 @@ def report(
     counts = None if weight is None else as_number(weight)
     if weight is not None and not (counts is not None and counts >= 0 and math.isfinite(counts)):
         raise UsageError(f"report(weight={weight!r}): give a number of at least 0, for instance the count of samples.")
-    if checkpoint is not None and not isinstance(checkpoint, Mapping):
-        raise UsageError(
-            f"report(checkpoint=...) takes a mapping of names to objects, not {type(checkpoint).__name__}."
-        )
+    _check_checkpoint(checkpoint)
     if _current is not None and _current.pid == os.getpid():
         _send_report(_current, numbers, step, counts, folds, checkpoint)
 
@@ -164,31 +162,34 @@ def _send_report(
     step: int | None,
     weight: float | None,
     folds: dict[str, str],
-    checkpoint: Mapping[str, Any] | None,
+    checkpoint: Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> None:
     if session.on_event:
         session.on_event("report")
     at = session.step_of(numbers or ("",), step)  # a checkpoint alone is counted too
     context = session.context
-    name = _saved(session, at, checkpoint, numbers) if checkpoint is not None else ""
     weight = session.default_weight() if weight is None else weight
     session.counters.add(REPORTS)
-    if name not in ("", NOT_WRITTEN):
-        session.counters.saved()
-    session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds, name))
+    session.send(Reported(context.attempt, context.rank, at, numbers, weight, folds))
+    if session.saver is not None:
+        session.saver.raise_failed()
+        if checkpoint is not None:
+            session.saver.save(at, checkpoint, numbers)
     session.leave_if_stopping()
     if session.on_event:
         session.on_event("reported")
 
 
-def _saved(session: Session, step: int, checkpoint: Mapping[str, Any], numbers: dict[str, float]) -> str:
-    from distsdk.worker.checkpoint import write_checkpoint  # outside a run, reporting needs no torch
-
-    context = session.context
-    if not context.is_main:
-        return NOT_WRITTEN
-    session.num_checkpoints += 1
-    return write_checkpoint(context.run_dir, step, checkpoint, numbers)
+def _check_checkpoint(checkpoint: Any) -> None:
+    if checkpoint is None or isinstance(checkpoint, Mapping):
+        if checkpoint is not None and not all(isinstance(name, str) for name in checkpoint):
+            raise UsageError("report(checkpoint=...): the names of what is saved are str.")
+        return
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        kind = type(checkpoint).__name__
+        raise UsageError(f"report(checkpoint=...) takes a mapping of names to objects, or a folder, not {kind}.")
+    if not os.path.isdir(checkpoint):
+        raise UsageError(f"report(checkpoint={os.fspath(checkpoint)!r}): there is no such folder.")
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

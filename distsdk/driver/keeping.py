@@ -1,0 +1,80 @@
+"""Which checkpoints of a run stay: the latest, and the best by a metric."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The options of these names."""
+
+    keep_checkpoints: int | None = None
+    best: str | None = None
+    mode: str = "min"
+
+
+def superfluous(names: Sequence[str], values: Mapping[str, float], keeping: Keeping) -> list[str]:
+    """Those of `names` (in order of being committed) that need not stay. Pure.
+
+    The last one stays. Beside it stay, without a metric, the ones before it, `keep_checkpoints` in all; with one, the
+    `keep_checkpoints` best, those without a value or with nan after all others, and of equals the later ones.
+    """
+    if keeping.keep_checkpoints is None:
+        return []
+    if keeping.best is None:
+        return list(names[: -keeping.keep_checkpoints])
+    sign = -1.0 if keeping.mode == "max" else 1.0
+
+    def order(place: int) -> tuple[float, int]:
+        value = values.get(names[place], math.nan)
+        return (math.inf if math.isnan(value) else sign * value), -place
+
+    ranked = sorted(range(len(names)), key=order)
+    kept = {*ranked[: keeping.keep_checkpoints], len(names) - 1}
+    return [name for place, name in enumerate(names) if place not in kept]
+
+
+class KeptCheckpoints:
+    """The checkpoints of a run that are there, in order of being committed."""
+
+    def __init__(self, parent: Path, keeping: Keeping) -> None:
+        self._parent, self._keeping = parent, keeping
+        self._steps: dict[str, int] = {}
+        self._removing: list[threading.Thread] = []
+
+    @property
+    def names(self) -> list[str]:
+        """In order of being committed."""
+        return list(self._steps)
+
+    def add(self, name: str, step: int) -> None:
+        """It was committed; of the same step again: it was replaced."""
+        self._steps.pop(name, None)
+        self._steps[name] = step
+
+    def remove_superfluous(self, column: Callable[[str], Mapping[int, float]]) -> None:
+        """Remove what need not stay, beside everything else. `column` gives a metric's values by step."""
+        by_step = column(self._keeping.best) if self._keeping.best is not None else {}
+        values = {name: by_step[step] for name, step in self._steps.items() if step in by_step}
+        for name in superfluous(self.names, values, self._keeping):
+            del self._steps[name]
+            gone = self._parent / f".{name}.removed.tmp"
+            try:
+                (self._parent / name).rename(gone)
+            except OSError:  # the user has removed it
+                continue
+            thread = threading.Thread(target=shutil.rmtree, args=(gone, True), name="distsdk-removing")
+            thread.start()
+            self._removing.append(thread)
+        self._removing = [thread for thread in self._removing if thread.is_alive()]
+
+    def close(self) -> None:
+        """Wait until what is being removed is gone."""
+        for thread in self._removing:
+            thread.join()
