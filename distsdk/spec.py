@@ -92,7 +92,8 @@ class Options:
     grace_s: float = 5.0
     """Seconds that ranks have to reach a step boundary when the run is to stop, before they get a KeyboardInterrupt."""
     run_dir: str | None = None
-    """The run folder, made new; None: ``./distsdk_runs/<name>-<time>-<id>``."""
+    """The run folder, made new, or a URL that fsspec knows (``s3://bucket/prefix/run``); None:
+    ``./distsdk_runs/<name>-<time>-<id>``."""
     name: str | None = None
     """Name of the run in folder and display; None: the function's name."""
     keep_checkpoints: int | None = 2
@@ -102,8 +103,8 @@ class Options:
     mode: str = "min"
     """Whether the lowest ("min") or the highest ("max") value is the best."""
     resume_from: Any = None
-    """What `get_checkpoint` gives before this run has a checkpoint of its own: a Result, a Checkpoint, the folder of a
-    run or of a checkpoint, or "latest": the last run of this name that has one; None: nothing."""
+    """What `get_checkpoint` gives before this run has a checkpoint of its own: a Result, a Checkpoint, the folder or
+    URL of a run or of a checkpoint, or "latest": the last run of this name that has one; None: nothing."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the workers, on top of the driver's environment."""
     start: str = "auto"
@@ -287,3 +288,7 @@ class WorkerSpec:
     """Of all ranks and attempts, as a test has planned them."""
     socket_folder: str = ""
     """Where multiprocessing makes its sockets, given by the agent; "": where it would by itself."""
+    storage_url: str = ""
+    """Where checkpoints are brought once they are committed in `run_dir`; "": they stay there."""
+    storage_conf: str = ""
+    """What fsspec is configured to in the driver, as JSON; "": nothing was."""

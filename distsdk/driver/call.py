@@ -17,13 +17,15 @@ from distsdk.backends.base import Backend
 from distsdk.backends.registry import backend_for
 from distsdk.driver.inherited import tell_of_inherited
 from distsdk.driver.keeping import Keeping
+from distsdk.driver.mirror import begin_run
 from distsdk.driver.resuming import checkpoint_to_resume, shown_source
 from distsdk.driver.shipping import name_of, ship
 from distsdk.driver.topology import choose_workers, num_threads, places
 from distsdk.errors import UsageError
 from distsdk.fault_plan import Fault, planned_for
 from distsdk.spec import NodeInfo, Options, WorkerSpec, training_of
-from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, new_run_id
+from distsdk.storage.remote import check_protocol, is_private, is_url, shared_conf
 from distsdk.trackers.base import check_trackers
 from distsdk.wire.messages import Parcel
 from distsdk.worker.context import is_inside
@@ -83,7 +85,14 @@ class Call:
     surroundings: Surroundings
     faults: list[Fault]
     resume_from: str = ""
-    """Folder of the checkpoint of another run that the first attempt begins with; "": none."""
+    """Folder or URL of the checkpoint of another run that the first attempt begins with; "": none."""
+    url: str = ""
+    """Where the run folder is, when that is not `folder`."""
+
+    @property
+    def place(self) -> str:
+        """The run folder as the user knows it."""
+        return self.url or str(self.folder.path)
 
     @property
     def keeping(self) -> Keeping:
@@ -109,6 +118,9 @@ def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
             'the call under `if __name__ == "__main__":`.'
         )
     check_trackers(options.trackers)
+    for option in ("run_dir", "resume_from"):
+        if is_url(url := getattr(options, option)):
+            check_protocol(url, option)
     backend = backend_for(options.backend)
     env = {**os.environ, **options.env}
     nodes = backend.nodes(env)
@@ -122,12 +134,16 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     _check_arguments(fn, args, kwargs)
     faults = planned_for(plan.num_workers)
     resume_from = checkpoint_to_resume(options.resume_from, options.run_dir, plan.name)
+    if is_private(resume_from):
+        raise UsageError(
+            f"resume_from: {resume_from} is in the memory of this process, where no worker can read it. Use .local, or "
+            "load it here and pass the state as an argument."
+        )
     parcel, descriptors, home = ship(fn, args, kwargs)
     try:
         run_id = new_run_id()
-        folder = create_run_folder(options.run_dir, plan.name, run_id)
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        begin_run_folder(folder, run_record(plan, options, run_id, seed))
+        folder, url = begin_run(options.run_dir, plan.name, run_id, run_record(plan, options, run_id, seed))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -135,7 +151,7 @@ def prepare_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     tell_of_inherited()
     return Call(
         fn, args, kwargs, options, plan, run_id, seed, folder, parcel, descriptors, home, Surroundings.here(), faults,
-        resume_from,
+        resume_from, url,
     )  # fmt: skip
 
 
@@ -202,6 +218,8 @@ def worker_specs(call: Call, cpus: int, attempt: int, checkpoint: str) -> list[W
             max_restarts=call.options.max_restarts,
             checkpoint=checkpoint,
             faults=call.faults,
+            storage_url="" if is_private(call.url) else call.url,
+            storage_conf=shared_conf() if call.url or is_url(checkpoint) else "",
         )
         for place in places([call.plan.num_workers])[0]
     ]

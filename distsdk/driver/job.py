@@ -15,6 +15,7 @@ from distsdk.driver.events import StopRequested
 from distsdk.driver.result import Result, remember
 from distsdk.driver.run import Run
 from distsdk.errors import AgentStartError, UsageError
+from distsdk.storage.remote import RemoteFolder, is_url
 from distsdk.wire.channel import close_all
 
 R = TypeVar("R")
@@ -34,8 +35,8 @@ class Job(Future[Result[R]], Generic[R]):
         super().__init__()
         self.id = call.run_id
         """Identifier of the run; part of its folder's name."""
-        self.path = str(call.folder.path)
-        """The run folder."""
+        self.path = call.place
+        """The run folder, or its URL."""
         self._folder, self._num_ranks, self._grace_s = call.folder, call.plan.num_workers, call.options.grace_s
         try:
             self._run = Run(call)
@@ -165,7 +166,10 @@ class Job(Future[Result[R]], Generic[R]):
         """All that `rank` has printed so far, unfinished lines excepted. Raises UsageError for a rank there is not."""
         if not 0 <= rank < self._num_ranks:
             raise UsageError(f"logs(rank={rank}): this job has ranks 0 to {self._num_ranks - 1}.")
-        return self._folder.log_file(rank).read_text(encoding="utf-8")
+        file = self._folder.log_file(rank)
+        if is_url(self.path) and not file.exists():  # it was brought there at the end
+            return RemoteFolder(self.path).read(str(file.relative_to(self._folder.path))).decode()
+        return file.read_text(encoding="utf-8")
 
     def metrics(self) -> dict[str, float]:
         """The last value of each metric so far, folded over the ranks."""

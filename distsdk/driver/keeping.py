@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distsdk.driver.mirror import Mirror
+
 
 @dataclass(frozen=True)
 class Keeping:
@@ -41,10 +43,11 @@ def superfluous(names: Sequence[str], values: Mapping[str, float], keeping: Keep
 
 
 class KeptCheckpoints:
-    """The checkpoints of a run that are there, in order of being committed."""
+    """The checkpoints of a run that are there, in order of being committed. With a mirror, "there" is its URL; here
+    stays only the one committed last."""
 
-    def __init__(self, parent: Path, keeping: Keeping) -> None:
-        self._parent, self._keeping = parent, keeping
+    def __init__(self, parent: Path, keeping: Keeping, mirror: Mirror | None = None) -> None:
+        self._parent, self._keeping, self._mirror = parent, keeping, mirror
         self._steps: dict[str, int] = {}
         self._removing: list[threading.Thread] = []
 
@@ -56,6 +59,9 @@ class KeptCheckpoints:
     def add(self, name: str, step: int) -> None:
         """It was committed; of the same step again: it was replaced."""
         self._steps.pop(name, None)
+        if self._mirror is not None:
+            for before in self._steps:
+                self._remove_here(before)
         self._steps[name] = step
 
     def remove_superfluous(self, column: Callable[[str], Mapping[int, float]]) -> None:
@@ -64,15 +70,23 @@ class KeptCheckpoints:
         values = {name: by_step[step] for name, step in self._steps.items() if step in by_step}
         for name in superfluous(self.names, values, self._keeping):
             del self._steps[name]
-            gone = self._parent / f".{name}.removed.tmp"
-            try:
-                (self._parent / name).rename(gone)
-            except OSError:  # the user has removed it
-                continue
-            thread = threading.Thread(target=shutil.rmtree, args=(gone, True), name="distsdk-removing")
-            thread.start()
-            self._removing.append(thread)
+            self._remove_here(name)
+            if self._mirror is not None:
+                self._beside(self._mirror.remove_checkpoint, name)
         self._removing = [thread for thread in self._removing if thread.is_alive()]
+
+    def _remove_here(self, name: str) -> None:
+        gone = self._parent / f".{name}.removed.tmp"
+        try:
+            (self._parent / name).rename(gone)
+        except OSError:  # the user has removed it, or it is at the URL only
+            return
+        self._beside(shutil.rmtree, gone, True)
+
+    def _beside(self, do: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=do, args=arguments, name="distsdk-removing")
+        thread.start()
+        self._removing.append(thread)
 
     def close(self) -> None:
         """Wait until what is being removed is gone."""

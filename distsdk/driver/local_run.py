@@ -10,6 +10,7 @@ from typing import Any
 
 from distsdk.driver.call import Plan, keeping_of, plan_call, run_record
 from distsdk.driver.display import display_for
+from distsdk.driver.mirror import begin_run
 from distsdk.driver.recorder import Recorder
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.result import HistoryTable, RankInfo, Result, remember
@@ -18,7 +19,7 @@ from distsdk.driver.run import attach_result, mean_of_mappings
 from distsdk.errors import StopTraining
 from distsdk.fault_plan import planned_here
 from distsdk.spec import Options, training_of
-from distsdk.storage.folder import RunFolder, begin_run_folder, create_run_folder, new_run_id
+from distsdk.storage.folder import RunFolder, new_run_id
 from distsdk.wire.culprit import variables_of
 from distsdk.wire.messages import Message, Noted, Reported, Saved, StopAsked
 
@@ -33,21 +34,21 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     planned_here()  # it refuses what would end this process
     resume_from = checkpoint_to_resume(options.resume_from, options.run_dir, plan.name)
     run_id, start = new_run_id(), time.monotonic()
-    folder = create_run_folder(options.run_dir, plan.name, run_id)
     seed = int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed
     record = run_record(plan, options, run_id, seed)
-    begin_run_folder(folder, record)
+    folder, url = begin_run(options.run_dir, plan.name, run_id, record)
     from distsdk.worker.randomness import kept_streams, seed_everything  # torch: only now
 
-    recorder = Recorder(folder, plan.name, 1, options.trackers, record, display_for(plan.name, 1), keeping_of(options))
+    display, keeping = display_for(plan.name, 1), keeping_of(options)
+    recorder = Recorder(folder, plan.name, 1, options.trackers, record, display, keeping, url)
     value, error = None, None
     try:
         with kept_streams():
             seed_everything(seed)
-            value = _called(fn, args, kwargs, options, folder, run_id, seed, recorder, resume_from)
+            value = _called(fn, args, kwargs, options, folder, run_id, seed, recorder, resume_from, url)
     except BaseException as caught:
         error = caught
-    result = _result(plan, folder, seed, recorder, value, error, time.monotonic() - start)
+    result = _result(plan, url or str(folder.path), seed, recorder, value, error, time.monotonic() - start)
     if error is not None and not isinstance(error, StopTraining):
         attach_result(error, result)
         raise error
@@ -56,7 +57,7 @@ def run_here(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _called(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options,
-    folder: RunFolder, run_id: str, seed: int, recorder: Recorder, resume_from: str,
+    folder: RunFolder, run_id: str, seed: int, recorder: Recorder, resume_from: str, url: str,
 ) -> Any:  # fmt: skip
     from distsdk.worker.arguments import modules_in, values_of
     from distsdk.worker.context import Context
@@ -74,7 +75,7 @@ def _called(
             equipment.session.stop_reason = message.reason
             equipment.synchroniser.stop_asked = True
 
-    context = Context(run_id=run_id, run_dir=str(folder.path))
+    context = Context(run_id=run_id, run_dir=str(folder.path), storage_url=url)
     faults = faults_for(planned_here(), context, None)
     equipment = Equipment(context, seed, training_of(options), on_message, checkpoint=resume_from, faults=faults)
     with equipment.in_place():
@@ -92,7 +93,7 @@ def _called(
 
 def _result(
     plan: Plan,
-    folder: RunFolder,
+    path: str,
     seed: int,
     recorder: Recorder,
     value: Any,
@@ -106,7 +107,7 @@ def _result(
     last = recorder.history.last_by_rank.get(0, {})
     result: Result[Any] = Result(
         status=status,
-        path=str(folder.path),
+        path=path,
         values=[value],
         metrics=recorder.history.latest() or mean_of_mappings([value]),
         history=HistoryTable(recorder.history.rows()),

@@ -13,6 +13,7 @@ from typing import Any
 from distsdk.driver.display import Display
 from distsdk.driver.history import History, Row
 from distsdk.driver.keeping import Keeping, KeptCheckpoints
+from distsdk.driver.mirror import Mirror
 from distsdk.driver.result import Result
 from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file
@@ -34,8 +35,10 @@ class Recorder:
         config: Mapping[str, Any],
         display: Display,
         keeping: Keeping,
+        url: str = "",
     ) -> None:
-        self._checkpoints = KeptCheckpoints(folder.checkpoints, keeping)
+        self._mirror = Mirror(folder, url, partial(display.note, "warning")) if url else None
+        self._checkpoints = KeptCheckpoints(folder.checkpoints, keeping, self._mirror)
         self.history = History(num_ranks)
         self.checkpoint_to_resume = ""
         """Name of the last one that the function itself has saved."""
@@ -50,6 +53,7 @@ class Recorder:
 
     def begin_attempt(self) -> None:
         """All ranks start again."""
+        self._checkpoints.close()  # what is being removed may be saved again
         with self._lock:
             self.history.begin_attempt()
 
@@ -63,6 +67,8 @@ class Recorder:
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint was committed."""
+        if self._mirror and not self._mirror.has_checkpoint(saved.name, is_said=True):
+            return
         if not saved.is_automatic:
             self.checkpoint_to_resume = saved.name
         self._checkpoints.add(saved.name, saved.step)
@@ -72,9 +78,16 @@ class Recorder:
     def find_checkpoints(self) -> None:
         """Those, too, that were committed, though their writer was killed before it could say so."""
         for name in committed(self._folder.checkpoints):
-            if name not in self._checkpoints.names:
+            if name not in self._checkpoints.names and self._is_there(name):
                 self._checkpoints.add(name, step_of_name(name))
                 self.checkpoint_to_resume = name
+
+    def _is_there(self, name: str) -> bool:
+        return self._mirror is None or self._mirror.has_checkpoint(name, is_said=False)
+
+    def place(self, file: Path) -> str:
+        """Where the user finds a file of the run folder."""
+        return self._mirror.place(file) if self._mirror else str(file)
 
     @property
     def checkpoint_names(self) -> list[str]:
@@ -144,12 +157,16 @@ class Recorder:
         self._checkpoints.close()
         if self._trackers:
             self._each_tracker(lambda tracker: tracker.finish(status))
+        if self._mirror:
+            self._mirror.upload_records()
         self.display.close()
 
     def save(self, result: Result[Any]) -> None:
         """Write the Result into the run folder, as far as there is room."""
         with self.failed_writes.tolerated(self._folder.result_file):
-            result.save()
+            result.save_in(self._folder)
+        if self._mirror:
+            self._mirror.finish()
 
 
 def _log(step: int, metrics: Mapping[str, float], tracker: Tracker) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -17,6 +18,8 @@ from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file, read_json, write_json
 from distsdk.storage.folder import RunFolder
+from distsdk.storage.remote import LocalCopy, RemoteFolder, is_url, local_path
+from distsdk.storage.remote_checkpoints import RemoteCheckpoints, cause_of
 from distsdk.wire.memory import padded
 from distsdk.wire.messages import Parcel
 from distsdk.wire.pickling import unpack
@@ -93,7 +96,7 @@ class Result(Generic[R]):
     status: str
     """"completed", "failed" or "interrupted"; loaded from a folder also "unfinished"."""
     path: str
-    """The run folder."""
+    """The run folder, or its URL."""
     values: list[R | None]
     """What each rank returned; None for one that did not return."""
     metrics: dict[str, float]
@@ -121,6 +124,9 @@ class Result(Generic[R]):
         """All checkpoints that were kept, in order of being committed: `Checkpoint`."""
         from distsdk.worker.checkpoint import Checkpoint
 
+        if is_url(self.path):
+            url_of = RemoteCheckpoints(self.path).url_of
+            return [Checkpoint(url_of(name)) for name in self.checkpoint_names]
         folder = RunFolder(Path(self.path)).checkpoints
         return [Checkpoint(folder / name) for name in self.checkpoint_names]
 
@@ -174,7 +180,15 @@ class Result(Generic[R]):
 
         Raises OSError when there is no room; what fits is written.
         """
-        folder = RunFolder(Path(self.path))
+        if not is_url(self.path):
+            self.save_in(RunFolder(Path(self.path)))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_in(RunFolder(Path(folder)))
+            RemoteFolder(self.path).put_folder(Path(folder), last=RunFolder(Path(folder)).result_file.name)
+
+    def save_in(self, folder: RunFolder) -> None:
+        """As `save`, in this folder."""
         with ExitStack() as at_last:
             at_last.callback(self._save_record, folder)  # the values are the larger part, and the less important one
             _save_values(folder, self.values)
@@ -194,14 +208,16 @@ class Result(Generic[R]):
 
     @classmethod
     def load(cls, path: str | Path, *, trusted: bool = False) -> Result[Any]:
-        """The result of a run folder.
+        """The result of a run folder, or of the run at a URL.
 
         `values` are pickled: they are read with trusted=True only (loading them runs code of whoever wrote the
         folder), else they are None; they are not kept on disk at all when they are larger than 64 MB. `error` is a
         text. A run that goes on, or whose program was killed, has the status "unfinished", and what it has written so
         far. Raises CheckpointError when the folder holds no run.
         """
-        folder = RunFolder(Path(path))
+        if is_url(path):
+            return _loaded_from(cls, str(path), trusted)
+        folder = RunFolder(Path(local_path(str(path))))
         if not folder.result_file.is_file():
             return _unfinished(cls, folder)
         saved = read_json(folder.result_file)
@@ -228,6 +244,23 @@ class Result(Generic[R]):
 
     def _repr_html_(self) -> str:
         return result_html(self)
+
+
+def _loaded_from(cls: type[Result[Any]], url: str, trusted: bool) -> Result[Any]:
+    """By way of a folder of this machine."""
+    layout = RunFolder(Path())
+    files = [layout.run_file, layout.result_file, layout.history_file, *([layout.values_file] if trusted else [])]
+    try:
+        copy = LocalCopy(RemoteFolder(url))
+        folder = RunFolder(copy.with_files([file.name for file in files]))
+        is_run, is_over = folder.run_file.is_file(), folder.result_file.is_file()
+        names = None if is_over or not is_run else RemoteCheckpoints(url).committed()
+    except Exception as error:
+        raise CheckpointError(f"the run at {url} could not be read: {cause_of(error)}") from error
+    if not is_run:
+        raise CheckpointError(f"{url} holds no run: there is no {folder.run_file.name} in it.")
+    loaded = cls.load(folder.path, trusted=trusted)
+    return replace(loaded, path=url.rstrip("/"), checkpoint_names=loaded.checkpoint_names if names is None else names)
 
 
 def _unfinished(cls: type[Result[Any]], folder: RunFolder) -> Result[Any]:

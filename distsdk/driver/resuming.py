@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distsdk.errors import UsageError
 from distsdk.storage.checkpoints import MANIFEST_FILE, committed
 from distsdk.storage.folder import DEFAULT_PARENT, RunFolder, safe_name
+from distsdk.storage.remote import RemoteFolder, is_url, local_path
+from distsdk.storage.remote_checkpoints import cause_of, last_at, manifest_of
 
 LATEST = "latest"
 
@@ -19,28 +22,64 @@ def shown_source(source: Any) -> str | None:
 
 
 def checkpoint_to_resume(source: Any, run_dir: str | None, name: str) -> str:
-    """The folder of the checkpoint that `source` (the option ``resume_from``) stands for; "" for None, and for "latest"
-    when no run of this name has one.
+    """The folder or URL of the checkpoint that `source` (the option ``resume_from``) stands for; "" for None, and for
+    "latest" when no run of this name has one.
 
     Raises UsageError for anything else that has no checkpoint.
     """
     if source is None:
         return ""
     if source == LATEST:
+        if run_dir and is_url(run_dir):
+            return _asked(run_dir, _latest_at)
+        run_dir = run_dir and local_path(run_dir)
         parent = Path(run_dir).parent if run_dir else Path(DEFAULT_PARENT)
         return _latest(Path(os.path.abspath(parent)), None if run_dir else safe_name(name))
     if not isinstance(getattr(source, "path", source), (str, os.PathLike)):
         raise UsageError(
-            f"option resume_from={source!r} is not allowed: give a Result, a Checkpoint, the folder of a run or of a "
-            'checkpoint, or "latest".'
+            f"option resume_from={source!r} is not allowed: give a Result, a Checkpoint, the folder or URL of a run "
+            'or of a checkpoint, or "latest".'
         )
-    path = Path(os.path.abspath(getattr(source, "path", source)))
+    place = os.fspath(getattr(source, "path", source))
+    if is_url(place):
+        return _asked(place, _at_url)
+    path = Path(os.path.abspath(local_path(place)))
     if (path / MANIFEST_FILE).is_file():
         return str(path)
     if found := last_of_run(path):
         return found
-    raise UsageError(f"resume_from: there is no checkpoint in {path}, nor is it one. Give the folder of a run that has "
-                     'saved one, or "latest".')  # fmt: skip
+    raise _nothing_in(str(path))
+
+
+def _nothing_in(place: str) -> UsageError:
+    return UsageError(f"resume_from: there is no checkpoint in {place}, nor is it one. Give the folder of a run that "
+                      'has saved one, or "latest".')  # fmt: skip
+
+
+def _asked(url: str, ask: Callable[[str], str]) -> str:
+    """What `ask` says of `url`; raises UsageError when it cannot be read."""
+    try:
+        return ask(url.rstrip("/"))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"resume_from: {url} could not be read: {cause_of(error)}") from error
+
+
+def _at_url(url: str) -> str:
+    if manifest_of(RemoteFolder(url)):
+        return url
+    if found := last_at(url):
+        return found
+    raise _nothing_in(url)
+
+
+def _latest_at(url: str) -> str:
+    """Of the runs beside `url`, the one that has begun last and has a checkpoint."""
+    parent = RemoteFolder(url.rpartition("/")[0])
+    runs = [(parent / name, (parent / name).read_json("run.json")) for name in parent.folders()]
+    began = [(float(record.get("began", 0.0)), run.url) for run, record in runs if isinstance(record, dict)]
+    return next(filter(None, (last_at(run) for _, run in sorted(began, reverse=True))), "")
 
 
 def last_of_run(path: Path) -> str:

@@ -21,6 +21,8 @@ from distsdk.driver.result import HistoryTable, RankInfo, Result
 from distsdk.driver.stacks import crash_in, place_in, shown
 from distsdk.errors import UsageError
 from distsdk.storage.commit import sweep
+from distsdk.storage.remote import is_private
+from distsdk.storage.remote_checkpoints import RemoteCheckpoints
 from distsdk.wire.channel import close_all
 from distsdk.wire.messages import Died, Noted, Raised
 
@@ -40,7 +42,9 @@ class Run:
         num_ranks, name = call.plan.num_workers, call.plan.name
         config = run_record(call.plan, call.options, call.run_id, call.seed)
         display = display_for(name, num_ranks)
-        self.recorder = Recorder(call.folder, name, num_ranks, call.options.trackers, config, display, call.keeping)
+        self.recorder = Recorder(
+            call.folder, name, num_ranks, call.options.trackers, config, display, call.keeping, call.url
+        )
         self._logs = Logs(call.folder, num_ranks, call.options.logs, display.clear, self.recorder.failed_writes)
         self._requests = Requests()
         self._called_s, self._started_s = time.monotonic(), 0.0
@@ -91,7 +95,13 @@ class Run:
     def _checkpoint_to_begin_from(self) -> str:
         """Its folder: of this run the last one, else the one that the user gave; "": none."""
         name = self.recorder.checkpoint_to_resume
-        return str(self.call.folder.checkpoints / name) if name else self.call.resume_from
+        return self._checkpoint_of_this_run(name) if name else self.call.resume_from
+
+    def _checkpoint_of_this_run(self, name: str) -> str:
+        url = self.call.url
+        if not url or is_private(url):
+            return str(self.call.folder.checkpoints / name)
+        return RemoteCheckpoints(url).url_of(name)
 
     def _goes_on(self) -> bool:
         """Take down how the attempt ended; True when another is to follow."""
@@ -113,7 +123,7 @@ class Run:
     def _info(self, attempt: Attempt) -> AttemptInfo:
         steps = max(record.progress.reached for record in attempt.ranks)
         saved_at = max(record.progress.saved_at for record in attempt.ranks)
-        verdict = attempt.verdict
+        verdict, name = attempt.verdict, attempt.checkpoint.rpartition("/")[2]
         return AttemptInfo(
             number=attempt.group.attempt,
             status=_status_of(verdict),
@@ -121,7 +131,7 @@ class Run:
             rank=verdict.rank,
             steps=steps,
             steps_lost=0 if verdict.kind == "completed" else max(0, steps - saved_at),
-            checkpoint=attempt.checkpoint.removeprefix(f"{self.call.folder.checkpoints}/"),
+            checkpoint=name if attempt.checkpoint == self._checkpoint_of_this_run(name) else attempt.checkpoint,
             seconds=attempt.times["ended"] - attempt.times["called"],
             base=self._base,
         )
@@ -161,7 +171,7 @@ class Run:
         values = [record.value for record in attempt.ranks]
         result: Result[Any] = Result(
             status=self.status,
-            path=str(call.folder.path),
+            path=call.place,
             values=values,
             metrics=self.recorder.history.latest() or mean_of_mappings(values),
             history=HistoryTable(self.recorder.history.rows()),
@@ -195,7 +205,7 @@ class Run:
             place=_place_of(attempt, verdict.rank) if has_rank else "",
             others=other_failures(group.outcomes, verdict.rank),
             tail=before if crash else self._logs.tail(verdict.rank) if has_rank else (),
-            log_path=str(call.folder.log_file(verdict.rank) if has_rank else call.folder.path),
+            log_path=self.recorder.place(call.folder.log_file(verdict.rank)) if has_rank else call.place,
         )
         for line in [*history_of(self.attempts), *filter(None, [self._why_no_more])]:
             error.add_note(line)
@@ -218,7 +228,7 @@ class Run:
             pid=attempt.ranks[rank].pid,
             device=self.call.plan.device,
             exit=short_exit(attempt.group.outcomes.get(rank), verdict.rank == rank, rank in attempt.group.killed),
-            log_path=str(self.call.folder.log_file(rank)),
+            log_path=self.recorder.place(self.call.folder.log_file(rank)),
             metrics=self.recorder.history.last_by_rank.get(rank, {}),
         )
 

@@ -40,16 +40,18 @@ def described_folder(folder: Path) -> dict[str, dict[str, Any]]:
         return dict(zip([str(file.relative_to(folder)) for file in files], threads.map(described, files), strict=True))
 
 
-def problem_of(folder: Path, names: list[str] | None = None) -> str:
-    """What is wrong with a checkpoint, or with these files of it; "" when all is as its manifest says."""
+def problem_of(folder: Path, names: list[str] | None = None, shown: str = "") -> str:
+    """What is wrong with a checkpoint, or with these files of it; "" when all is as its manifest says. `shown` is the
+    name that the user knows it by."""
+    shown = shown or str(folder)
     if not (folder / MANIFEST_FILE).is_file():
-        return f"{folder} is no checkpoint: there is no {MANIFEST_FILE} in it"
+        return f"{shown} is no checkpoint: there is no {MANIFEST_FILE} in it"
     files = read_json(folder / MANIFEST_FILE)["files"]
     for name in files if names is None else names:
         if name not in files:
-            return f"checkpoint {folder} has no {name}"
+            return f"checkpoint {shown} has no {name}"
         if not (folder / name).is_file() or described(folder / name) != files[name]:
-            return f"{folder / name} is missing or damaged: it does not have the size and checksum of its manifest"
+            return f"{shown}/{name} is missing or damaged: it does not have the size and checksum of its manifest"
     return ""
 
 
@@ -61,7 +63,7 @@ def committed(parent: Path) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def checked(folder: Path, names: list[str] | None = None) -> None:
+def checked(folder: Path, names: list[str] | None = None, shown: str = "") -> None:
     """Raise CheckpointError when something is wrong."""
-    if problem := problem_of(folder, names):
+    if problem := problem_of(folder, names, shown):
         raise CheckpointError(f"{problem}.")

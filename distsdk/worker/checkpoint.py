@@ -1,9 +1,11 @@
-"""Committed checkpoints, read: weights-only, verified against their manifest."""
+"""Committed checkpoints, read: weights-only, verified against their manifest. One at a URL is brought here first,
+file by file as they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,62 @@ import torch
 from distsdk.errors import CheckpointError
 from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, checked, problem_of, rank_file
 from distsdk.storage.commit import read_json
+from distsdk.storage.folder import RunFolder
+from distsdk.storage.remote import LocalCopy, RemoteFolder, is_url, local_path
+from distsdk.storage.remote_checkpoints import cause_of, manifest_of
 from distsdk.worker.saving import bare_model
 
 
 class Checkpoint:
-    """A committed checkpoint on disk. Without distsdk: ``torch.load(f"{path}/state.pt", weights_only=True)``."""
+    """A committed checkpoint, on disk or at a URL. Without distsdk: ``torch.load(f"{path}/state.pt",
+    weights_only=True)``.
 
-    def __init__(self, path: str | Path, rank: int = 0) -> None:
-        self._folder, self._rank = Path(path), rank
+    Of one at a URL each file is read once for each such object, into a temporary folder that goes with it; with
+    `run_dir` in the folder of that run.
+    """
+
+    def __init__(self, path: str | Path, rank: int = 0, run_dir: str = "") -> None:
+        place = str(path)
+        self._remote = RemoteFolder(place) if is_url(place) else None
+        self._path = self._remote.url if self._remote else str(Path(local_path(place)))
+        self._rank = rank
+        parent = str(RunFolder(Path(run_dir)).checkpoints) if run_dir else None
+        self._copy = LocalCopy(self._remote, parent) if self._remote else None
 
     @property
     def path(self) -> str:
-        """Its folder."""
-        return str(self._folder)
+        """Its folder or URL."""
+        return self._path
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Step, metrics, versions, and size and checksum of each file."""
-        return dict(read_json(self._folder / MANIFEST_FILE))
+        """Step, metrics, versions, and size and checksum of each file. At a URL: CheckpointError when it cannot be
+        read."""
+        return dict(read_json(Path(self._path) / MANIFEST_FILE) if self._remote is None else self._remote_manifest)
+
+    @cached_property
+    def _remote_manifest(self) -> dict[str, Any]:
+        assert self._remote is not None
+        try:
+            found = manifest_of(self._remote)
+        except Exception as error:
+            raise self._unreachable(error) from error
+        if found is None:
+            raise CheckpointError(f"{self._path} is no checkpoint: there is no {MANIFEST_FILE} in it.")
+        return found
+
+    def _here(self, names: list[str] | None = None) -> Path:
+        """Its folder on this machine, with these files of it (None: all)."""
+        if self._copy is None:
+            return Path(self._path)
+        wanted = [*(self.manifest["files"] if names is None else names), MANIFEST_FILE]
+        try:
+            return self._copy.with_files(wanted)
+        except Exception as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self._path} could not be read: {cause_of(error)}")
 
     @property
     def step(self) -> int:
@@ -49,7 +89,10 @@ class Checkpoint:
 
     def verify(self) -> str:
         """What is wrong with it, by the sizes and checksums of its manifest; "" when it is whole."""
-        return problem_of(self._folder)
+        try:
+            return problem_of(self._here(), shown=self._path)
+        except CheckpointError as error:
+            return str(error)
 
     def load(self, *, trusted: bool = False, map_location: Any = "cpu", rank: int | None = None) -> dict[str, Any]:
         """The saved state: ``state_dict`` of each object, plain values as they were.
@@ -62,7 +105,8 @@ class Checkpoint:
         if STATE_FILE not in manifest["files"]:
             raise CheckpointError(f"checkpoint {self.path} holds files, not a state: read them in as_directory().")
         names = [name for name in (STATE_FILE, rank_file(rank)) if name in manifest["files"]]
-        checked(self._folder, names)
+        folder = self._here(names)
+        checked(folder, names, self._path)
         if not trusted and (foreign := manifest["needs_trust"]):
             key, kind = next(iter(foreign.items()))
             raise CheckpointError(
@@ -71,7 +115,7 @@ class Checkpoint:
             )
         state: dict[str, Any] = {}
         for name in names:
-            state.update(self._loaded(self._folder / name, trusted, map_location))
+            state.update(self._loaded(folder / name, trusted, map_location))
         return state
 
     def _loaded(self, file: Path, trusted: bool, map_location: Any) -> dict[str, Any]:
@@ -79,7 +123,7 @@ class Checkpoint:
             with torch.serialization.safe_globals(_numpy_types()):
                 return dict(torch.load(file, map_location=map_location, weights_only=not trusted))
         except Exception as error:
-            raise CheckpointError(f"{file} could not be loaded ({_first_line(error)}).") from error
+            raise CheckpointError(f"{self._path}/{file.name} could not be loaded ({_first_line(error)}).") from error
 
     def restore(self, *, trusted: bool = False, **objects: Any) -> dict[str, Any]:
         """Load the state into `objects` (``model=model, optimizer=optimizer``), in place; returns the other values.
@@ -96,9 +140,14 @@ class Checkpoint:
     @contextmanager
     def as_directory(self) -> Iterator[Path]:
         """A folder with the files of a checkpoint that was reported as one; of any other, with all that it has."""
-        checked(self._folder)
-        files = self._folder / USER_FOLDER
-        yield files if files.is_dir() else self._folder
+        folder = self._here()
+        checked(folder, shown=self._path)
+        files = folder / USER_FOLDER
+        yield files if files.is_dir() else folder
+
+    def __reduce__(self) -> Any:
+        """Without the copy: where it arrives it makes its own."""
+        return Checkpoint, (self._path, self._rank)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Checkpoint) and self.path == other.path

@@ -24,6 +24,9 @@ class Context:
     """"cpu" or "cuda:0" (each worker sees its own GPU only)."""
     run_id: str = ""
     run_dir: str = ""
+    """On this machine, also when the run's own folder is at a URL."""
+    storage_url: str = ""
+    """The URL of the run's folder; "": it is `run_dir`."""
 
     @property
     def is_main(self) -> bool:
@@ -36,7 +39,7 @@ def context_of(spec: WorkerSpec) -> Context:
     place = spec.place
     return Context(
         place.rank, place.local_rank, place.node_rank, place.world_size, place.local_world_size,
-        spec.attempt, "cuda:0" if spec.device == "cuda" else "cpu", spec.run_id, spec.run_dir,
+        spec.attempt, "cuda:0" if spec.device == "cuda" else "cpu", spec.run_id, spec.run_dir, spec.storage_url,
     )  # fmt: skip
 
 

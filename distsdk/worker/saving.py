@@ -24,6 +24,7 @@ from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, described_folder, rank_file
 from distsdk.storage.commit import committed_folder, force_to_disk, write_json
 from distsdk.storage.folder import RunFolder, checkpoint_name
+from distsdk.storage.remote_checkpoints import RemoteCheckpoints
 from distsdk.wire.blackbox import Counters
 from distsdk.wire.messages import Message, Saved
 from distsdk.worker.context import Context
@@ -99,6 +100,7 @@ class Saver:
         self.num_saved = 0
         self._context, self._counters, self._send = context, counters, send
         self._parent = RunFolder(Path(context.run_dir)).checkpoints
+        self._remote = RemoteCheckpoints(context.storage_url) if context.storage_url else None
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -146,6 +148,8 @@ class Saver:
 
     def is_own(self, checkpoint: str) -> bool:
         """True when this folder is a checkpoint of this run."""
+        if self._remote is not None and checkpoint == self._remote.url_of(checkpoint.rpartition("/")[2]):
+            return True
         return bool(checkpoint) and Path(checkpoint).parent == self._parent
 
     def has_anyone_saved(self) -> bool:
@@ -191,6 +195,8 @@ class Saver:
             raise CheckpointError(
                 f"checkpoint {work.name} could not be written to {self._context.run_dir}: {error}"
             ) from error
+        if self._remote is not None:
+            self._remote.upload(self._parent / work.name)
         self._counters.saved(work.reached)
         self._send(Saved(self._context.attempt, self._context.rank, work.step, work.name, work.is_automatic))
 

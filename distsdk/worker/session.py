@@ -38,7 +38,9 @@ class Session:
     saver: Saver | None = None
     counters: Counters = field(default_factory=Counters)
     resume_from: str = ""
-    """Folder of the checkpoint that this attempt begins with; "": there is none."""
+    """Folder or URL of the checkpoint that this attempt begins with; "": there is none."""
+    checkpoint: Checkpoint | None = None
+    """That one, once it was asked for: what is at a URL is brought here once."""
     stop_reason: str = ""
     """Why this rank was asked to stop."""
     _told: set[str] = field(default_factory=set)
@@ -95,9 +97,10 @@ def get_checkpoint() -> Checkpoint | None:
         return None
     from distsdk.worker.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint(session.resume_from, session.context.rank)
-    session.latest_step = max(session.latest_step, checkpoint.step + 1)
-    return checkpoint
+    if session.checkpoint is None:
+        session.checkpoint = Checkpoint(session.resume_from, session.context.rank, session.context.run_dir)
+    session.latest_step = max(session.latest_step, session.checkpoint.step + 1)
+    return session.checkpoint
 
 
 def stop_all(reason: str) -> None:
