@@ -10,14 +10,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN_STAMP := $(VENV)/.installed-tutorials
 TEST_STAMP := $(VENV)/.installed-test
 FOREIGN_STAMP := $(VENV)/.installed-foreign
+STORAGE_STAMP := $(VENV)/.installed-storage
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: quickstart test test-slow foreign lint types layers docs bench clean help
+.PHONY: quickstart test test-slow test-backends foreign lint types layers docs bench clean help
 
 help:
 	@echo "make quickstart   set up, and train a small network on two workers"
 	@echo "make test         set up, and run the tests (test-slow: the long ones)"
+	@echo "make test-backends set up an S3 server on this machine, and run the tests against it"
 	@echo "make foreign      install what make test tries beside distsdk: Lightning, Accelerate, transformers, torchdata"
 	@echo "make lint types layers docs bench clean"
 
@@ -25,10 +27,13 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python tutorials/01_quickstart.py
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not backends" $(PYTEST_ARGS)
 
 test-slow: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: none is marked
+	$(BIN)/python -m pytest -m "slow and not backends" $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: none is marked
+
+test-backends: $(STORAGE_STAMP)
+	$(BIN)/python -m pytest -m backends $(PYTEST_ARGS)
 
 foreign: $(FOREIGN_STAMP)
 
@@ -65,6 +70,10 @@ $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(FOREIGN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt -e ".[test,tutorials,foreign]"
+	@touch $@ $(TEST_STAMP) $(RUN_STAMP)
+
+$(STORAGE_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e ".[test,tutorials,storage]"
 	@touch $@ $(TEST_STAMP) $(RUN_STAMP)
 
 $(BENCH_STAMP): pyproject.toml constraints.txt | $(BIN)/python

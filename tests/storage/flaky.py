@@ -31,9 +31,6 @@ class FlakyFileSystem(LocalFileSystem):
     def put_file(self, source, target, **options):
         self.write(target, Path(source).read_bytes())
 
-    def pipe_file(self, path, value, **options):
-        self.write(path, value)
-
     def write(self, path, content):
         kind, path = turn(str(path)), Path(self._strip_protocol(path))
         note(f"write {path.name}")
@@ -102,8 +99,8 @@ def count(num: int, base: int = 0, die_at: int = -1, once: str = "") -> list[int
         state = {"i": i, "mine": distsdk.per_rank(distsdk.context().rank)}
         distsdk.report({"score": float(i % 3)}, step=i, checkpoint=state)
         if i == die_at and not os.path.exists(once):
-            saver = distsdk.worker.session._current.saver
-            saver.wait()
+            distsdk.worker.session._current.saver.wait()
+            distsdk.barrier()
             if distsdk.context().rank == 1:
                 Path(once).touch()
                 os.kill(os.getpid(), 9)
