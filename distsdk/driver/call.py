@@ -25,7 +25,7 @@ from distsdk.errors import UsageError
 from distsdk.fault_plan import Fault, planned_for
 from distsdk.spec import NodeInfo, Options, WorkerSpec, training_of
 from distsdk.storage.folder import RunFolder, new_run_id
-from distsdk.storage.remote import check_protocol, is_private, is_url, shared_conf
+from distsdk.storage.remote import check_place, is_private, is_url, shared_conf
 from distsdk.trackers.base import check_trackers
 from distsdk.wire.messages import Parcel
 from distsdk.worker.context import is_inside
@@ -119,8 +119,7 @@ def plan_call(fn: Callable[..., Any], options: Options) -> Plan:
         )
     check_trackers(options.trackers)
     for option in ("run_dir", "resume_from"):
-        if is_url(url := getattr(options, option)):
-            check_protocol(url, option)
+        check_place(getattr(options, option), option)
     backend = backend_for(options.backend)
     env = {**os.environ, **options.env}
     nodes = backend.nodes(env)

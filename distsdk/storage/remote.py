@@ -24,6 +24,7 @@ from distsdk.errors import UsageError
 
 T = TypeVar("T")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PURE_PATH = re.compile(r"((?:s3a?|gc?s|az|abfss?|hf|https?|memory|file):)/([^/]+)")
 _LOCAL = ("file://", "local://")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Which extra of distsdk brings a protocol."""
@@ -64,6 +65,17 @@ def is_private(url: str) -> bool:
 def child(url: str, *names: str) -> str:
     """The URL of something in the folder at `url`."""
     return "/".join([url.rstrip("/"), *names])
+
+
+def check_place(place: Any, option: str) -> None:
+    """Raise UsageError for a URL that has gone through pathlib, or whose protocol nothing here speaks."""
+    if is_url(place):
+        check_protocol(place, option)
+    elif isinstance(place, str) and (match := _PURE_PATH.match(place)):
+        raise UsageError(
+            f"{option} {place!r} is a URL that has lost a slash, as pathlib.Path does it: give it as a str, "
+            f"{match[1]}//{match[2]}..."
+        )
 
 
 def check_protocol(url: str, option: str = "run_dir") -> None:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from distsdk.errors import ShipError, StopTraining, UsageError
 from distsdk.spec import WorkerSpec
+from distsdk.storage.remote import take_conf
 from distsdk.wire.blackbox import Counters, read_stack, rewind_stack
 from distsdk.wire.channel import Channel, ChannelClosed
 from distsdk.wire.culprit import culprit
@@ -111,6 +112,7 @@ class Worker:
         self.pid = os.getpid()
         self._released = threading.Event()
         self._counters = counters
+        take_conf(spec.storage_conf)
         context = context_of(spec)
         self.equipment = Equipment(
             context, spec.seed, spec.training, channel.send, self._agreed, counters, spec.checkpoint,

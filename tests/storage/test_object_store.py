@@ -215,6 +215,19 @@ def test_a_restart(bucket, tmp_path):
     assert [checkpoint.step for checkpoint in result.checkpoints] == [5, 6]
 
 
+def test_workers_get_the_configuration_of_the_driver(bucket, proxy, monkeypatch):
+    import fsspec.config
+
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    options = {"endpoint_url": f"http://127.0.0.1:{proxy.server_port}", "key": "test", "secret": "test"}
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    result = on_two(flaky.count, run_dir=f"{bucket}/run")(2)
+    assert result.checkpoint.load()["i"] == 1
+    again = on_two(flaky.count, resume_from=result)(1)
+    assert again.value == [2, 2]
+
+
 def test_large_files_go_in_parts(bucket):
     def train():
         import torch
@@ -229,7 +242,7 @@ def test_large_files_go_in_parts(bucket):
 
 
 def test_refused_before_anything_starts(proxy, tmp_path):
-    with pytest.raises(UsageError, match=r"run_dir 's3://no-such-bucket/run' cannot be written: FileNotFoundError: .*bucket"):
+    with pytest.raises(UsageError, match=r"'s3://no-such-bucket/run' cannot be written: FileNotFoundError: .*bucket"):
         on_two(flaky.count, run_dir="s3://no-such-bucket/run")(1)
     assert os.listdir(tmp_path / "distsdk_runs") == []
 

@@ -245,6 +245,11 @@ def test_protocols_that_are_not_there(run_dir, text):
     assert not Path("distsdk_runs").exists()
 
 
+def test_a_url_that_went_through_pathlib():
+    with pytest.raises(UsageError, match=r"give it as a str, s3://bucket"):
+        on_two(flaky.count, run_dir=Path("s3://bucket/run"))(1)
+
+
 def test_only_whole_checkpoints_are_seen(url):
     result = on_two(flaky.count, run_dir=url, keep_checkpoints=None)(3)
     root = Path(local(url))
