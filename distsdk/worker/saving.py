@@ -130,7 +130,10 @@ class Saver:
         common = {key: value for key, value in content.items() if not isinstance(value, PerRank)}
         own = {key: value.value for key, value in content.items() if isinstance(value, PerRank)}
         wanted = (state_of(common) if work.is_writer else {}, state_of(own))
-        work.common, work.own = self._staging.copy_of(wanted)
+        try:
+            work.common, work.own = self._staging.copy_of(wanted)
+        except Exception as error:  # what is copied may do anything
+            raise CheckpointError(f"checkpoint {work.name}: what is in it cannot be copied ({error}).") from error
         if work.is_writer:
             bare = {key: bare_model(value) for key, value in common.items()}
             work.pretrained = {key: thing for key, thing in bare.items() if hasattr(thing, "save_pretrained")}
