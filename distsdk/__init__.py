@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from distsdk.worker.explicit import no_sync as no_sync
     from distsdk.worker.explicit import prepare as prepare
     from distsdk.worker.explicit import weight as weight
+    from distsdk.worker.resumable import resumable as resumable
     from distsdk.worker.saving import per_rank as per_rank
     from distsdk.worker.session import get_checkpoint as get_checkpoint
     from distsdk.worker.session import report as report
@@ -72,6 +73,7 @@ _HOMES = {
     "distsdk.worker.context": ("context", "Context"),
     "distsdk.worker.checkpoint": ("Checkpoint",),
     "distsdk.worker.saving": ("per_rank",),
+    "distsdk.worker.resumable": ("resumable",),
     "distsdk.errors": (
         "DistError", "UsageError", "ShipError", "BackendUnavailable", "AgentStartError", "AgentLost", "WorkerDied",
         "DivergenceError", "HangError", "DeadlineExceeded", "CheckpointError", "RemoteTraceback", "StopTraining",

@@ -109,7 +109,7 @@ class Equipment:
         self._models: list[nn.Module] = []
         """Those of the last training loop, kept so that they can still be compared when the function has returned."""
         self._num_data_digests = 0
-        self._agreed = agreed
+        self.agreed = agreed
         self._shared_memory: SharedMemory | None = None
         self._stack: ExitStack | None = None
         self._is_installed = False
@@ -121,7 +121,7 @@ class Equipment:
         if self._shared_memory is None and wanted and is_possible(
             context.world_size, context.local_world_size, context.device
         ):  # fmt: skip
-            memory = self._shared_memory = SharedMemory(context.rank, context.world_size, self._agreed)
+            memory = self._shared_memory = SharedMemory(context.rank, context.world_size, self.agreed)
             if memory.is_usable:
                 self.waiting.gradients, self.waiting.num_averaged = memory.wait, lambda: memory.num_rounds
         return self._shared_memory.hook if self._shared_memory else None

@@ -89,6 +89,28 @@ class Noise:
         """True while a training loop is open."""
         return bool(self._open)
 
+    @property
+    def num_opened(self) -> int:
+        """Training loops that have begun."""
+        return self._num_opened
+
+    def common_streams(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """States of the common stream."""
+        return self._common if self._open and self._common is not None else torch_streams()
+
+    def go_on(self, common: tuple[Any, ...], num_opened: int) -> None:
+        """The common stream as it was when so many loops had begun."""
+        self._num_opened = num_opened
+        if self._open:
+            self._common = common[0], common[1]
+        else:
+            set_torch_streams((common[0], common[1]))
+
+    def part(self, place: int) -> None:
+        """Another own stream, in an open training loop: for a rank that there was not, when it goes on at `place`."""
+        if self._open:
+            _seed_torch(mixed_seed(torch.initial_seed() + _MIX * place + 1, self._rank))
+
     def open(self) -> int:
         """A training loop begins; returns its token."""
         if not self._open:
@@ -169,7 +191,8 @@ class HostStreams:
     it seeded them last), and apart from then on. What a rank draws for its own samples does not shift the order."""
 
     def __init__(self) -> None:
-        self._states: tuple[Any, Any] | None = None
+        self.states: tuple[Any, Any] | None = None
+        """None: no sampler has drawn since they were seeded."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,7 +204,7 @@ class HostStreams:
     def _noticed(self, seed: Any) -> Any:
         @functools.wraps(seed)
         def seed_samplers_too(*args: Any, **kwargs: Any) -> Any:
-            self._states = None
+            self.states = None
             return seed(*args, **kwargs)
 
         return seed_samplers_too
@@ -190,11 +213,11 @@ class HostStreams:
     def active(self) -> Iterator[None]:
         """Within it, Python's and numpy's default generators are these streams."""
         before = random.getstate(), np.random.get_state()
-        _set_host_streams(self._states or before)
+        _set_host_streams(self.states or before)
         try:
             yield
         finally:
-            self._states = random.getstate(), np.random.get_state()
+            self.states = random.getstate(), np.random.get_state()
             _set_host_streams(before)
 
 

@@ -74,6 +74,8 @@ class Work:
     """What this rank has to write of one checkpoint."""
 
     step: int
+    number: int
+    """How many checkpoints of this step this rank has reported before."""
     metrics: dict[str, float]
     reached: int
     is_automatic: bool
@@ -105,6 +107,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_failing = False
+        self._last_step, self._last_number = -1, 0
 
     def save(self, step: int, content: Any, metrics: Mapping[str, float], is_automatic: bool = False) -> None:
         """Copy `content` and begin to write it, after the checkpoint before.
@@ -113,7 +116,10 @@ class Saver:
         """
         self.wait()
         self.num_saved += 1
-        work = Work(step, dict(metrics), self._counters.reached, is_automatic, self._is_first(f"save/{step}"))
+        number = self._last_number + 1 if step == self._last_step else 0
+        self._last_step, self._last_number = step, number
+        is_writer = self._is_first(f"save/{step}/{number}")
+        work = Work(step, number, dict(metrics), self._counters.reached, is_automatic, is_writer)
         if isinstance(content, Mapping):
             self._stage(work, content)
         elif work.is_writer:
@@ -126,7 +132,10 @@ class Saver:
         common = {key: value for key, value in content.items() if not isinstance(value, PerRank)}
         own = {key: value.value for key, value in content.items() if isinstance(value, PerRank)}
         wanted = (state_of(common) if work.is_writer else {}, state_of(own))
-        work.common, work.own = self._staging.copy_of(wanted)
+        try:
+            work.common, work.own = self._staging.copy_of(wanted)
+        except Exception as error:  # what is copied may do anything
+            raise CheckpointError(f"checkpoint {work.name}: what is in it cannot be copied ({error}).") from error
         if work.is_writer:
             bare = {key: bare_model(value) for key, value in common.items()}
             work.pretrained = {key: thing for key, thing in bare.items() if hasattr(thing, "save_pretrained")}
@@ -209,7 +218,7 @@ class Saver:
             _save_pretrained(thing, staging / name, work.common.get(name))
         if work.own:
             _save(work.own, staging / rank_file(self._context.rank))
-            self._take_parts(staging, work.name)
+            self._take_parts(staging, work)
         with _going_to_disk(staging):
             files = described_folder(staging)
         write_json(staging / MANIFEST_FILE, {
@@ -221,15 +230,19 @@ class Saver:
             "files": files,
         })  # fmt: skip
 
-    def _part(self, name: str, rank: int) -> Path:
-        return self._parent / f".{name}.{rank_file(rank)}.tmp"
+    def _part(self, work: Work, rank: int) -> Path:
+        return self._parent / f".{work.name}.{work.number}.{rank_file(rank)}.tmp"
+
+    @staticmethod
+    def _part_key(work: Work, rank: int) -> str:
+        return f"distsdk/part/{work.step}/{work.number}/{rank}"
 
     def _hand_over(self, work: Work) -> None:
         """Write what this rank has for itself, and tell the writer."""
-        key = f"distsdk/part/{work.name}/{self._context.rank}"
+        key = self._part_key(work, self._context.rank)
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
-            part = self._part(work.name, self._context.rank)
+            part = self._part(work, self._context.rank)
             _save(work.own, part)
             force_to_disk(part)
         except Exception as error:
@@ -237,13 +250,14 @@ class Saver:
             raise CheckpointError(f"this rank's part of checkpoint {work.name} was not written: {error}") from error
         self.store.set(key, "")
 
-    def _take_parts(self, staging: Path, name: str) -> None:
+    def _take_parts(self, staging: Path, work: Work) -> None:
         """Bring the other ranks' parts into the folder."""
+        name = work.name
         end_s = time.monotonic() + PARTS_S
         for rank in range(self._context.world_size):
             if rank == self._context.rank:
                 continue
-            key = f"distsdk/part/{name}/{rank}"
+            key = self._part_key(work, rank)
             while not self.store.check([key]):
                 if time.monotonic() > end_s or self._is_failing:
                     raise CheckpointError(
@@ -254,7 +268,7 @@ class Saver:
             if problem := self.store.get(key).decode():
                 raise CheckpointError(f"checkpoint {name} was not written: rank {rank} could not write its part "
                                       f"({problem})")  # fmt: skip
-            self._part(name, rank).rename(staging / rank_file(rank))
+            self._part(work, rank).rename(staging / rank_file(rank))
             self.store.delete_key(key)
 
 

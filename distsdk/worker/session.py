@@ -70,9 +70,21 @@ class Session:
         self.latest_step = step
         return step
 
+    holds_stops: bool = False
+    """True while a training that can be resumed goes on to the end of the loop's body before it stops."""
+
+    @property
+    def counted(self) -> list[Any]:
+        """The numbers of the next reports."""
+        return [self.latest_step, dict(self._next_steps)]
+
+    @counted.setter
+    def counted(self, counted: list[Any]) -> None:
+        self.latest_step, self._next_steps = counted[0], dict(counted[1])
+
     def leave_if_stopping(self) -> None:
         """Raise StopTraining at a boundary where all ranks do."""
-        if self.is_stopping():
+        if self.is_stopping() and not self.holds_stops:
             raise StopTraining(f"the run was asked to stop: {self.stop_reason or 'by another rank'}")
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import dataloader as loaders
 from distsdk.worker.context import Context
 from distsdk.worker.devices import moved
 from distsdk.worker.foreign import is_read_by_accelerate, is_shared_out
+from distsdk.worker.position import Position
 from distsdk.worker.randomness import HostStreams, Noise, mixed_seed
 from distsdk.worker.replacing import replaced
 from distsdk.worker.share import EVALUATION, TRAINING, Ending, Reading, Share, distributed_sampler_in, user_line
@@ -75,6 +76,8 @@ class Sharding:
         self.give_weight: Callable[[int], None] = lambda _count: None
         """Says how much the next backward counts, where a dataset that divides itself decides on that."""
         self.ending = Ending()
+        self.position: Position | None = None
+        """Where training is in its data, for one that can be resumed."""
         self.num_loops = 0
         """Training iterations begun, over all loaders."""
         self.on_training_batch: Callable[[], None] = lambda: None
@@ -95,6 +98,9 @@ class Sharding:
         self.rules: weakref.WeakKeyDictionary[DataLoader[Any], Rule] = weakref.WeakKeyDictionary()
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], Share | StreamShare] = weakref.WeakKeyDictionary()
         self._num_shares = 0
+        self._just_begun: Reading | None = None
+        self._counted: dict[int, list[Any]] = {}
+        """Of loaders that are to count on, and are not there yet."""
 
     @property
     def has_shared_out(self) -> bool:
@@ -107,18 +113,26 @@ class Sharding:
         sampler_of = vars(DataLoader)["_index_sampler"].fget
         length_of = DataLoader.__len__
         iterator = loaders._BaseDataLoaderIter
-        begin, next_of = iterator.__init__, iterator.__next__
+        begin, reset, next_of = iterator.__init__, iterator._reset, iterator.__next__
 
         def begin_in_common(new: Any, loader: DataLoader[Any]) -> None:
             with self.noise.suspended():
                 begin(new, loader)
             self._on_begun(new)
 
+        def reset_once(new: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+            self._just_begun = _reading_of(new) if first_iter else None
+            try:
+                reset(new, loader, first_iter)
+            finally:
+                self._just_begun = None
+
         with ExitStack() as stack:
             for owner, name, value in (
                 (DataLoader, "_index_sampler", property(lambda loader: self.share_of(loader, sampler_of(loader)))),
                 (DataLoader, "__len__", lambda loader: self._length(loader, length_of)),
                 (iterator, "__init__", begin_in_common),
+                (iterator, "_reset", reset_once),
                 (iterator, "__next__", lambda reader: self._next(reader, next_of)),
             ):
                 stack.enter_context(replaced(owner, name, value))
@@ -138,10 +152,26 @@ class Sharding:
         finally:
             self.world_size, self.is_joined = 1, False
 
+    def begun_once(self, begin: Callable[[], Reading]) -> Reading:
+        """The reading that a loader begins with `begin`; an iterator with loader processes asks twice while it is made,
+        and gets the same."""
+        return self._just_begun or begin()
+
+    def epochs_of_loaders(self) -> dict[int, list[Any]]:
+        """What each has counted, by its number."""
+        return {share.number: share.epochs for share in self._shares.values() if isinstance(share, Share)}
+
+    def set_epochs_of_loaders(self, counted: dict[int, list[Any]]) -> None:
+        """Back to that, also for loaders that are not there yet."""
+        self._counted = dict(counted)
+        for share in self._shares.values():
+            if isinstance(share, Share) and share.number in self._counted:
+                share.set_epochs(self._counted.pop(share.number))
+
     def share_of(self, loader: DataLoader[Any], sampler: Any) -> Any:
         """What `loader` takes its indices from."""
         rule = self.rules.get(loader)
-        if self.world_size == 1 or not (rule.shard if rule else self.is_automatic):
+        if (self.world_size == 1 and self.position is None) or not (rule.shard if rule else self.is_automatic):
             self.has_foreign |= rule is not None  # the user has said that it is shared out already
             return sampler
         share = self._shares.get(loader)
@@ -152,6 +182,8 @@ class Sharding:
         if is_read_by_accelerate() or not (own or is_stream or not is_shared_out(sampler, loader.dataset)):
             self.has_foreign = True
             return sampler
+        if is_stream and self.world_size == 1:
+            return sampler
         share = self._shares[loader] = self._new_share(loader, sampler, is_stream)
         return share
 
@@ -161,7 +193,10 @@ class Sharding:
             return StreamShare(loader, sampler, self)
         rule = self.rules.get(loader, Rule())
         digest = digest_of_dataset(loader.dataset)
-        return Share(sampler, self, loader._auto_collation, rule.exact, self._num_shares, digest)
+        share = Share(sampler, self, loader._auto_collation, rule.exact, self._num_shares, digest)
+        if share.number in self._counted:
+            share.set_epochs(self._counted.pop(share.number))
+        return share
 
     def _length(self, loader: DataLoader[Any], length_of: Any) -> int:
         """Loaders over an IterableDataset take their length from the dataset, not from the index sampler."""
@@ -182,6 +217,9 @@ class Sharding:
             return batch if self.device == "cpu" else moved(batch, self.device)
         if reading.mode == TRAINING and not reading.window:
             self._open(reading, iterator)
+        if reading.mode == TRAINING and self.position is not None:
+            reading.fetch_past(lambda: self._fetched(iterator, next_of), self.ending)
+            self.position.on_wanted(reading)
         try:
             if reading.is_stream:
                 batch = reading.step(lambda: self._fetched(iterator, next_of), self.ending)
@@ -193,6 +231,8 @@ class Sharding:
         self.is_training, self._is_reading_whole = reading.mode == TRAINING, reading.mode == EVALUATION
         reading.num_batches += 1
         if self.is_training:
+            if self.position is not None:
+                self.position.on_delivered()
             self.on_training_batch()
             if not torch.is_grad_enabled() and not iterator._index_sampler.own_distributed:
                 self.note("warning", _BEGUN_FOR_TRAINING.format(user_line()))

@@ -24,7 +24,8 @@ from distsdk.worker.weights import Weight
 if TYPE_CHECKING:
     from distsdk.worker.shard import Sharding
 
-EVALUATION, TRAINING, EXACT = "evaluation", "training", "exact"
+EVALUATION, TRAINING, EXACT, PAST = "evaluation", "training", "exact", "past"
+"""What a reading is for; PAST: it was over when the checkpoint was saved from which training goes on."""
 
 
 _END = object()
@@ -64,11 +65,35 @@ class Reading:
         """What was fetched ahead, of a stream that divides itself: the last batch has to be known as the last."""
         self.indices = indices
         self.is_stream = is_stream
+        self.place = 0
+        """How many batches are past when it goes on from a checkpoint."""
+        self._has_to_go = False
+
+    def begin_at(self, place: int) -> Reading:
+        """Leave out so many batches, when the first one is wanted."""
+        self.place, self._has_to_go = place, place > 0
+        return self
+
+    def go_to_place(self) -> None:
+        """Leave out what is past, unless that is done: its indices are drawn, and nothing is fetched."""
+        if self._has_to_go and not self.is_stream:
+            self._has_to_go = False
+            for _ in range(self.place):
+                next(self.indices, None)
+            self.slices.clear()
+
+    def fetch_past(self, fetch: Callable[[], Any], ending: Ending) -> None:
+        """As `go_to_place`, of a stream: what is past has to be fetched too."""
+        if self._has_to_go and self.is_stream:
+            self._has_to_go = False
+            for _ in range(self.place):
+                self.step(fetch, ending)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self.go_to_place()
         return next(self.indices)
 
     def weight_of(self, number: int) -> Weight | None:
@@ -164,7 +189,7 @@ class Share:
         return None
 
     def __iter__(self) -> Iterator[Any]:
-        self.reading = self._begun()
+        self.reading = self._sharding.begun_once(self._begun)
         return self.reading
 
     def _begun(self) -> Reading:
@@ -178,6 +203,9 @@ class Share:
             return Reading(s, EVALUATION, self._whole(), self.reading)
         self._mode = TRAINING
         s.on_training_loop()
+        skip = s.position.skip_of() if s.position else 0
+        if skip is None:
+            return Reading(s, PAST, iter(()), self.reading)
         if not self._num_epochs and not self.own_distributed:
             self._tell_batch()
             s.on_digest(self._digest)
@@ -186,7 +214,7 @@ class Share:
         reading = Reading(s, TRAINING, iter(() if is_split else self._part), self.reading)
         if is_split:
             reading.indices = self._slices(reading)
-        return reading
+        return reading.begin_at(skip)
 
     def _whole(self) -> Iterator[Any]:
         if not has_length(self.sampler):
@@ -241,6 +269,22 @@ class Share:
         """True when a reading that begins now is for evaluation."""
         return not self.own_distributed and (not torch.is_grad_enabled() or self._sharding.is_evaluating())
 
+    @property
+    def number(self) -> int:
+        """In the order in which loaders were first read, from 1."""
+        return self._number
+
+    @property
+    def epochs(self) -> list[Any]:
+        """All that it counts."""
+        return [self._num_epochs, self._own_epoch, self._next_epoch]
+
+    def set_epochs(self, counted: list[Any]) -> None:
+        """Count on from there."""
+        self._num_epochs, self._own_epoch, self._next_epoch = counted
+        if self.own_distributed is not None and self._num_epochs:
+            self.own_distributed.set_epoch(self._own_epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next training iteration, as for a DistributedSampler."""
         self._next_epoch = epoch
@@ -253,6 +297,7 @@ class Share:
                 own.set_epoch(own.epoch + 1)
             self._own_epoch = own.epoch
         elif isinstance(ours, DistributedSampler):
+            ours.seed = self._sharding.seed
             if self._next_epoch is None:  # a loader that is made anew for each epoch goes on where the last one stopped
                 self._next_epoch = self._sharding.num_loops
             ours.set_epoch(self._next_epoch)

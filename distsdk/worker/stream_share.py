@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distsdk.worker.foreign import is_shared_out
-from distsdk.worker.share import EVALUATION, TRAINING, Reading
+from distsdk.worker.share import EVALUATION, PAST, TRAINING, Reading
 from distsdk.worker.streams import ALL_RANKS, Order
 
 if TYPE_CHECKING:
@@ -34,16 +34,21 @@ class StreamShare:
         self._mode = ""
 
     def __iter__(self) -> Iterator[Any]:
+        self.reading = self._sharding.begun_once(self._begun)
+        return self.reading
+
+    def _begun(self) -> Reading:
         s = self._sharding
         if self.is_evaluating():
             self._mode = self._mode or EVALUATION
-            self.reading = Reading(s, EVALUATION, iter(self.sampler), self.reading, is_stream=True)
-            return self.reading
+            return Reading(s, EVALUATION, iter(self.sampler), self.reading, is_stream=True)
         self._mode = TRAINING
         s.on_training_loop()
+        skip = s.position.skip_of() if s.position else 0
+        if skip is None:
+            return Reading(s, PAST, iter(()), self.reading)
         s.num_loops += 1
-        self.reading = Reading(s, TRAINING, itertools.repeat(self._order), self.reading, is_stream=True)
-        return self.reading
+        return Reading(s, TRAINING, itertools.repeat(self._order), self.reading, is_stream=True).begin_at(skip)
 
     def is_evaluating(self) -> bool:
         """True when a reading that begins now is for evaluation."""

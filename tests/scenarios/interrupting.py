@@ -13,6 +13,39 @@ from typing import Any
 
 from tests.scenarios.drivers import Driver
 
+FUNCTIONS = """
+    import os, signal, time
+    from pathlib import Path
+    import distsdk
+    from distsdk import distributed
+
+    on_two = distributed(workers=2, gpu=False, grace_s=1.0, trackers=())
+
+    def write(name, content=""):
+        staging = Path(f".{name}-{os.environ['RANK']}")
+        staging.write_text(str(content))
+        staging.replace(staging.name[1:])
+
+    @on_two
+    def asleep():
+        distsdk.report({"loss": 0.5})
+        write("ready")
+        try:
+            time.sleep(600)
+        finally:
+            write("finally")
+
+    @distributed(workers=2, gpu=False, grace_s=60.0, trackers=())
+    def deaf():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        write("ready")
+        while True:
+            time.sleep(600)
+    """
+"""What programs and cells begin with: how a rank writes a file; a function that reaches no boundary, and one that is as
+deaf as can be."""
+
 
 def are_ready(num_ranks: int = 2) -> bool:
     """True when each rank has made its file ``ready-RANK`` in this folder."""

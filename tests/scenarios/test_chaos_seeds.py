@@ -51,12 +51,10 @@ def test_runs_of_all_kinds() -> None:
     assert_nothing_wrong("--seed", str(SEED), "--only", OF_ALL_KINDS, timeout_s=2 * RUN_S)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "numbers"), FOUND)
 def test_a_run_that_once_went_wrong(seed: int, numbers: str) -> None:
     assert_nothing_wrong("--seed", str(seed), "--only", numbers, timeout_s=RUN_S * (1 + numbers.count(",")))
 
 
-@pytest.mark.slow
 def test_many_runs() -> None:
     assert_nothing_wrong("--seed", str(SLOW_SEED), "--runs", str(NUM_SLOW), timeout_s=NUM_SLOW * RUN_S / 2)

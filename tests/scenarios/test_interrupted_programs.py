@@ -10,22 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.drivers import Driver, driver, wait_until
-from tests.scenarios.interrupting import ends_by, press, send, wrote
+from tests.scenarios.interrupting import FUNCTIONS, ends_by, press, send, wrote
 from tests.scenarios.remains import Remains, find
 
 pytestmark = pytest.mark.slow
-PROGRAM = """
-    import asyncio, os, signal, sys, threading, time
-    from pathlib import Path
-    import distsdk
-    from distsdk import StopTraining, distributed
-
-    on_two = distributed(workers=2, gpu=False, grace_s=1.0, trackers=())
-
-    def write(name, content=""):
-        staging = Path(f".{name}-{os.environ['RANK']}")
-        staging.write_text(str(content))
-        staging.replace(staging.name[1:])
+PROGRAM = FUNCTIONS + """
+    import asyncio, sys, threading
+    from distsdk import StopTraining
 
     @on_two
     def endless():
@@ -47,22 +38,6 @@ PROGRAM = """
             raise
         finally:
             write("finally")
-
-    @on_two
-    def asleep():
-        write("ready")
-        try:
-            time.sleep(600)
-        finally:
-            write("finally")
-
-    @distributed(workers=2, gpu=False, grace_s=60.0, trackers=())
-    def deaf():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        write("ready")
-        while True:
-            time.sleep(600)
 
     def in_thread(train):
         thread = threading.Thread(target=train)

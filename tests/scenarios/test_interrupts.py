@@ -79,7 +79,7 @@ def test_second_ctrl_c_kills_at_once() -> None:
     assert distsdk.last_result() is error.result
 
 
-@pytest.mark.parametrize("gap_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.01, 0.1])
+@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.1])
 def test_three_ctrl_c_in_quick_succession(gap_s: float) -> None:
     error, seconds = interrupted(deaf, numbers=(signal.SIGINT,) * 3, gap_s=gap_s)
     assert seconds < 8
@@ -102,7 +102,6 @@ def slow_to_leave() -> str:
     return "returned"
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_exit_functions_keeps_the_whole_result() -> None:
     error, seconds = interrupted(slow_to_leave)
     assert seconds < 8  # exit functions have 5 s
@@ -115,7 +114,6 @@ def test_second_ctrl_c_in_exit_functions_kills_at_once() -> None:
     assert error.result.values == ["returned", "returned"]
 
 
-@pytest.mark.slow
 def test_ctrl_c_at_any_moment_of_a_short_call() -> None:
     draw = random.Random(7)
     for _ in range(40):

@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.interrupting import wrote
+from tests.scenarios.interrupting import FUNCTIONS, wrote
 from tests.scenarios.kernels import told_story
 
 pytestmark = pytest.mark.slow
 
-FUNCTIONS = """
-    import os, signal, time
-    from pathlib import Path
-    import distsdk
-    from distsdk import StopTraining, distributed
-
-    on_two = distributed(workers=2, gpu=False, grace_s=1.0, trackers=())
-
-    def write(name, content=""):
-        Path(f"{name}-{os.environ['RANK']}").write_text(str(content))
-
+CELL = FUNCTIONS + """
     @on_two
     def endless(name="stopped"):
         import torch
@@ -38,23 +28,6 @@ FUNCTIONS = """
                 write("ready")
         finally:
             write(name, num_steps)
-
-    @on_two
-    def asleep():
-        distsdk.report({"loss": 0.5})
-        write("ready")
-        try:
-            time.sleep(600)
-        finally:
-            write("finally")
-
-    @distributed(workers=2, gpu=False, grace_s=60.0, trackers=())
-    def deaf():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        write("ready")
-        while True:
-            time.sleep(600)
     """
 LAST = "print(distsdk.last_result().status, distsdk.last_result().path)"
 
@@ -62,7 +35,7 @@ LAST = "print(distsdk.last_result().status, distsdk.last_result().path)"
 def test_interrupted_cells(tmp_path: Path) -> None:
     shown = told_story(tmp_path, f"""
         kernel, shown = Kernel(), {{}}
-        kernel.run({FUNCTIONS!r})
+        kernel.run({CELL!r})
         for name, cell, num_interrupts in [
             ("training", "endless()", 1), ("last", {LAST!r}, 0),
             ("asleep", "asleep()", 1), ("loss", "print(distsdk.last_result().metrics)", 0),
@@ -94,13 +67,12 @@ def test_interrupted_cells(tmp_path: Path) -> None:
     assert shown["left"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["endless", "asleep", "deaf"])
 @pytest.mark.parametrize("how", ["restart", "kill", "end"])
 def test_nothing_is_left_of_a_kernel(tmp_path: Path, how: str, function: str) -> None:
     seconds, works = told_story(tmp_path, f"""
         kernel, works = Kernel(), ""
-        kernel.run({FUNCTIONS!r})
+        kernel.run({CELL!r})
         kernel.started("{function}()")
         wait_for_ranks()
         pids = set(descendants())

@@ -135,17 +135,13 @@ def assert_nothing_left(it: Driver, kill: Callable[[], None]) -> None:
         end(spared)
 
 
-def slow(*parameters: str) -> object:
-    return pytest.param(*parameters, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("victim", "start"),
     [
-        ("driver", "fork"), slow("agent", "fork"), slow("forkserver", "fork"), slow("worker", "fork"),
-        slow("agent and forkserver", "fork"), slow("driver and agent", "fork"),
-        slow("driver, agent and forkserver", "fork"),
-        slow("driver", "exec"), slow("agent", "exec"), slow("worker", "exec"), slow("driver and agent", "exec"),
+        ("driver", "fork"), ("agent", "fork"), ("forkserver", "fork"), ("worker", "fork"),
+        ("agent and forkserver", "fork"), ("driver and agent", "fork"),
+        ("driver, agent and forkserver", "fork"),
+        ("driver", "exec"), ("agent", "exec"), ("worker", "exec"), ("driver and agent", "exec"),
     ],
 )  # fmt: skip
 def test_nothing_left_when_one_is_killed(tmp_path: Path, victim: str, start: str) -> None:
@@ -161,7 +157,7 @@ def test_nothing_left_when_one_is_killed(tmp_path: Path, victim: str, start: str
     assert victim not in ("worker", "forkserver") or "WorkerDied" in output
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["fork", "exec"])
 def test_nothing_left_when_the_terminal_is_closed(tmp_path: Path, start: str) -> None:
     master, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
@@ -172,7 +168,6 @@ def test_nothing_left_when_the_terminal_is_closed(tmp_path: Path, start: str) ->
         ends_by(it, signal.SIGHUP)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "loading"),
     [

@@ -27,12 +27,6 @@ pytestmark = pytest.mark.slow
 GONE_S = 5.0
 """All that a dead driver had started is gone by then."""
 
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters of the slow tests."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 ENDLESS = """
     import os, subprocess, sys, tempfile, time
     import torch
@@ -52,7 +46,7 @@ ENDLESS = """
 """Each worker has loader processes, with batches in shared memory, and a process in a session of its own."""
 
 
-@pytest.mark.parametrize("start", ["fork", *slow("exec")])
+@pytest.mark.parametrize("start", ["fork", "exec"])
 def test_the_driver_is_killed_while_its_workers_work(tmp_path: Path, start: str) -> None:
     with driver(tmp_path, ENDLESS, start) as killed:
         killed.wait_for("ready")
@@ -70,7 +64,7 @@ def torch_files_of(running: Driver) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(starts)]
 
 
-@pytest.mark.parametrize("delay", [0.3, *slow(*(number / 10 for number in range(5, 40, 4)))])
+@pytest.mark.parametrize("delay", [0.3, *(number / 10 for number in range(5, 40, 4))])
 def test_the_driver_is_killed_while_its_workers_start(tmp_path: Path, delay: float) -> None:
     with driver(tmp_path, ENDLESS, "fork") as killed:
         wait_until(lambda: len(killed.pids) > 1, "an agent", patience_s=30)
@@ -80,7 +74,6 @@ def test_the_driver_is_killed_while_its_workers_start(tmp_path: Path, delay: flo
         killed.assert_nothing_left(GONE_S)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay", [number / 5 for number in range(1, 25, 2)])
 def test_the_driver_is_killed_while_exec_ed_workers_start(tmp_path: Path, delay: float) -> None:
     with driver(tmp_path, ENDLESS, "exec") as killed:
@@ -111,9 +104,9 @@ CLEANS_UP = """
 """
 
 
-@pytest.mark.parametrize("grace_s", [0.5, *slow(5.0)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGHUP)])
-@pytest.mark.parametrize("start", ["fork", *slow("exec")])
+@pytest.mark.parametrize("grace_s", [0.5, 5.0])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("start", ["fork", "exec"])
 def test_a_signal_that_ends_the_driver_leaves_time_to_clean_up(
     tmp_path: Path, number: signal.Signals, start: str, grace_s: float
 ) -> None:
@@ -157,7 +150,7 @@ TRAINS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_training_loop_is_stopped_at_the_same_step_on_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     with driver(tmp_path, TRAINS) as ending:
         ending.wait_for("ready")
@@ -190,8 +183,8 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize("grace_s", ["1.0", *slow("5.0")])
-@pytest.mark.parametrize("whom", ["group", *slow("driver")])
+@pytest.mark.parametrize("grace_s", ["1.0", "5.0"])
+@pytest.mark.parametrize("whom", ["group", "driver"])
 def test_ctrl_c_once_lets_workers_clean_up(tmp_path: Path, whom: str, grace_s: str) -> None:
     with driver(tmp_path, INTERRUPTED, grace_s, process_group=0) as interrupted:
         interrupted.wait_for("ready")
@@ -208,7 +201,7 @@ def test_ctrl_c_once_lets_workers_clean_up(tmp_path: Path, whom: str, grace_s: s
     assert sorted(file.name for file in tmp_path.glob("clean-*")) == ["clean-0", "clean-1"]
 
 
-@pytest.mark.parametrize("pause", [0.3, *slow(0.0, 1.3)])
+@pytest.mark.parametrize("pause", [0.3, 0.0, 1.3])
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path, pause: float) -> None:
     grace_s = 60 if pause else 3  # two at once may arrive as one
     with driver(tmp_path, INTERRUPTED, str(grace_s), process_group=0) as interrupted:
@@ -249,7 +242,6 @@ INTERRUPTED_OFTEN = """
 """
 
 
-@pytest.mark.slow
 def test_two_interrupts_at_any_distance_end_every_run(tmp_path: Path) -> None:
     with driver(tmp_path, INTERRUPTED_OFTEN) as interrupted:
         _, output = interrupted.ended(within_s=120)
@@ -257,7 +249,7 @@ def test_two_interrupts_at_any_distance_end_every_run(tmp_path: Path) -> None:
     assert output.count("KI <Result interrupted ") == 30, output
 
 
-@pytest.mark.parametrize("delay", [0.4, *slow(0.0, 0.2, 0.8, 1.2, 1.8, 2.5)])
+@pytest.mark.parametrize("delay", [0.4, 0.0, 0.2, 0.8, 1.2, 1.8, 2.5])
 def test_ctrl_c_while_workers_start(tmp_path: Path, delay: float) -> None:
     script = """
         import time

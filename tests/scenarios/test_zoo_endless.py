@@ -47,7 +47,6 @@ def test_a_rank_returns_while_others_wait_in_a_collective(start: str, creature: 
     assert ending.result.values == [None, "returned"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wait", RARE_WAITS)
 def test_a_rank_returns_while_others_wait_in_a_rarer_one(wait: str) -> None:
     assert_told(ended(on_two(zoo_waits.returns_early), wait, within_s=HANG_S))
