@@ -43,26 +43,39 @@ def superfluous(names: Sequence[str], values: Mapping[str, float], keeping: Keep
 
 
 class KeptCheckpoints:
-    """The checkpoints of a run that are there, in order of being committed. With a mirror, "there" is its URL; here
-    stays only the one committed last."""
+    """The checkpoints of a run that are there, in the order in which they were reported. With a mirror, "there" is its
+    URL; here stays only the last one."""
 
     def __init__(self, parent: Path, keeping: Keeping, mirror: Mirror | None = None) -> None:
         self._parent, self._keeping, self._mirror = parent, keeping, mirror
         self._steps: dict[str, int] = {}
+        self._writers: dict[str, tuple[int, int]] = {}
+        """Attempt and rank, by name."""
         self._removing: list[threading.Thread] = []
 
     @property
     def names(self) -> list[str]:
-        """In order of being committed."""
+        """In order."""
         return list(self._steps)
 
-    def add(self, name: str, step: int) -> None:
-        """It was committed; of the same step again: it was replaced."""
+    def add(self, name: str, step: int, attempt: int, rank: int) -> None:
+        """It was committed; of the same step again: it was replaced. Ranks may write different ones at a time, and the
+        later may be committed first: it still comes after the earlier one."""
         self._steps.pop(name, None)
+        self._writers[name] = (attempt, rank)
+        place = len(self._steps)
+        while place and self._is_later(self.names[place - 1], step, attempt, rank):
+            place -= 1
+        order = list(self._steps.items())
+        self._steps = dict([*order[:place], (name, step), *order[place:]])
         if self._mirror is not None:
-            for before in self._steps:
+            for before in self.names[:-1]:
                 self._remove_here(before)
-        self._steps[name] = step
+
+    def _is_later(self, name: str, step: int, attempt: int, rank: int) -> bool:
+        """True when what is there under this name was reported after `step`, which is only now committed."""
+        at_attempt, by_rank = self._writers[name]
+        return at_attempt == attempt and by_rank != rank and self._steps[name] > step
 
     def remove_superfluous(self, column: Callable[[str], Mapping[int, float]]) -> None:
         """Remove what need not stay, beside everything else. `column` gives a metric's values by step."""

@@ -69,18 +69,18 @@ class Recorder:
         """A checkpoint was committed."""
         if self._mirror and not self._mirror.has_checkpoint(saved.name, is_said=True):
             return
+        self._checkpoints.add(saved.name, saved.step, saved.attempt, saved.rank)
         if not saved.is_automatic:
-            self.checkpoint_to_resume = saved.name
-        self._checkpoints.add(saved.name, saved.step)
+            self.checkpoint_to_resume = self._checkpoints.names[-1]
         self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / saved.name))
         self._checkpoints.remove_superfluous(self._column)
 
-    def find_checkpoints(self) -> None:
-        """Those, too, that were committed, though their writer was killed before it could say so."""
+    def find_checkpoints(self, attempt: int) -> None:
+        """Those, too, that were committed in this attempt, though their writer was killed before it could say so."""
         for name in committed(self._folder.checkpoints):
             if name not in self._checkpoints.names and self._is_there(name):
-                self._checkpoints.add(name, step_of_name(name))
-                self.checkpoint_to_resume = name
+                self._checkpoints.add(name, step_of_name(name), attempt, -1)
+                self.checkpoint_to_resume = self._checkpoints.names[-1]
 
     def _is_there(self, name: str) -> bool:
         return self._mirror is None or self._mirror.has_checkpoint(name, is_said=False)
