@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import fsspec
+import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import distsdk
@@ -114,3 +115,22 @@ def folder_of(text: str) -> None:
     if distsdk.context().is_main:
         print("said")
         distsdk.report({"x": 1.0}, checkpoint="mine")
+
+
+def resumable(epochs: int, dies_at: int = -1) -> tuple[float, int]:
+    """Train in a loop that goes on where it was interrupted; the weight at the end, and the steps of this attempt."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    data = torch.arange(24, dtype=torch.float64).reshape(12, 2) / 24
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    run, steps = distsdk.resumable(model=model, optimizer=optimizer, every=1), 0
+    for _epoch in run.epochs(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            steps += 1
+            if steps == dies_at and distsdk.context().attempt == 0 and distsdk.context().rank == 1:
+                os.kill(os.getpid(), 9)
+    return float(model.weight.detach().sum()), steps

@@ -182,6 +182,14 @@ def test_restart(url, tmp_path):
     }  # fmt: skip
 
 
+def test_a_training_that_goes_on_in_mid_epoch(url):
+    whole = on_two(flaky.resumable, batch="global", seed=3)(3)
+    broken = on_two(flaky.resumable, batch="global", seed=3, run_dir=url, max_restarts=1)(3, dies_at=5)
+    assert broken.value[0] == whole.value[0]
+    assert broken.value[1] < whole.value[1]
+    assert broken.attempts[1].checkpoint.startswith("step-")
+
+
 @pytest.mark.parametrize("kind", ["error", "drop", "half"])
 def test_a_run_that_meets_passing_errors(url, kind, capsys):
     flaky.plan(kind, 4, "checkpoints")
