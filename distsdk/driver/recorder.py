@@ -17,7 +17,7 @@ from distsdk.driver.result import Result
 from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file
 from distsdk.storage.failed_writes import FailedWrites
-from distsdk.storage.folder import RunFolder, step_of_name
+from distsdk.storage.folder import RunFolder, checkpoint_name, step_of_name
 from distsdk.trackers.base import Tracker, tracker_for
 from distsdk.wire.messages import Noted, Reported, Saved
 
@@ -63,6 +63,8 @@ class Recorder:
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint was committed."""
+        if saved.name != checkpoint_name(saved.step):  # of no worker of ours; it would be removed one day
+            return
         if not saved.is_automatic:
             self.checkpoint_to_resume = saved.name
         self._checkpoints.add(saved.name, saved.step)

@@ -74,7 +74,7 @@ class Faults:
             for name in ("add_param_group", "__setstate__"):
                 stack.enter_context(replaced(Optimizer, name, self._noticed(getattr(Optimizer, name))))
             stack.callback(commit.enter, commit.enter(self._around_writing))
-            session.on_event = self._on_event
+            session.on_event = functools.partial(self._on_event, session)
             yield
             self._tell_missing(session)
 
@@ -114,10 +114,13 @@ class Faults:
         self._no_longer_reports()
         self._count_step()
 
-    def _on_event(self, event: str) -> None:
+    def _on_event(self, session: Session, event: str) -> None:
         if event != "reported":
             self._at(event)
-        elif self._counts_reports:
+            return
+        if session.saver is not None:  # a checkpoint is written in a thread: a fault of its step comes within that step
+            session.saver.has_begun.wait()
+        if self._counts_reports:
             self._count_step()
 
     def _count_step(self) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, described_folder, rank_file
-from distsdk.storage.commit import committed_folder, force_to_disk, write_json
+from distsdk.storage.commit import as_json, committed_folder, force_to_disk
 from distsdk.storage.folder import RunFolder, checkpoint_name
 from distsdk.wire.blackbox import Counters
 from distsdk.wire.messages import Message, Saved
@@ -101,6 +101,9 @@ class Saver:
         self._parent = RunFolder(Path(context.run_dir)).checkpoints
         self._staging = Staging()
         self._thread: threading.Thread | None = None
+        self.has_begun = threading.Event()
+        """Set when the writing of what was saved last is under way, or over."""
+        self.has_begun.set()
         self._error: BaseException | None = None
         self._is_failing = False
 
@@ -117,6 +120,7 @@ class Saver:
         elif work.is_writer:
             work.files = self._copied(work.name, Path(content))
         if work.is_writer or work.own:
+            self.has_begun.clear()
             self._thread = threading.Thread(target=self._written, args=(work,), name="distsdk-saving", daemon=True)
             self._thread.start()
 
@@ -180,10 +184,13 @@ class Saver:
                 self._hand_over(work)
         except BaseException as error:
             self._error = error
+        finally:
+            self.has_begun.set()
 
     def _commit(self, work: Work) -> None:
         try:
             with committed_folder(self._parent / work.name) as staging:
+                self.has_begun.set()
                 self._fill(staging, work)
         except CheckpointError:
             raise
@@ -206,14 +213,15 @@ class Saver:
             self._take_parts(staging, work.name)
         with _going_to_disk(staging):
             files = described_folder(staging)
-        write_json(staging / MANIFEST_FILE, {
+        manifest = {
             "step": work.step,
             "metrics": work.metrics,
             "world_size": self._context.world_size,
             "torch": torch.__version__,
             "needs_trust": {**foreign_types(work.common), **foreign_types(work.own)},
             "files": files,
-        })  # fmt: skip
+        }
+        (staging / MANIFEST_FILE).write_text(as_json(manifest), encoding="utf-8")
 
     def _part(self, name: str, rank: int) -> Path:
         return self._parent / f".{name}.{rank_file(rank)}.tmp"
