@@ -31,9 +31,10 @@ def superfluous(names: Sequence[str], values: Mapping[str, float], keeping: Keep
         return list(names[: -keeping.keep_checkpoints])
     sign = -1.0 if keeping.mode == "max" else 1.0
 
-    def order(place: int) -> tuple[float, int]:
+    def order(place: int) -> tuple[bool, float, int]:
         value = values.get(names[place], math.nan)
-        return (math.inf if math.isnan(value) else sign * value), -place
+        is_nan = math.isnan(value)
+        return is_nan, 0.0 if is_nan else sign * value, -place
 
     ranked = sorted(range(len(names)), key=order)
     kept = {*ranked[: keeping.keep_checkpoints], len(names) - 1}

@@ -46,6 +46,8 @@ class Recorder:
         self._trackers: list[Tracker] = []
         self._told: set[str] = set()
         self._lock = threading.Lock()
+        self._trackers_lock = threading.Lock()
+        """Under `.local` checkpoints are told of by the thread that writes them."""
         self._history_file = _HistoryFile(folder.history_file, self.failed_writes)
 
     def begin_attempt(self) -> None:
@@ -114,14 +116,15 @@ class Recorder:
     def _each_tracker(self, call: Callable[[Tracker], None]) -> None:
         """Trackers are imported and started by the first numbers, not by runs that report none. One that fails gets
         nothing more: a run does not end for it."""
-        while self._tracker_names:
-            self._start_tracker(self._tracker_names.pop(0))
-        for tracker in list(self._trackers):
-            try:
-                call(tracker)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                self._tell_failed(type(tracker).__name__, error)
+        with self._trackers_lock:
+            while self._tracker_names:
+                self._start_tracker(self._tracker_names.pop(0))
+            for tracker in list(self._trackers):
+                try:
+                    call(tracker)
+                except Exception as error:
+                    self._trackers.remove(tracker)
+                    self._tell_failed(type(tracker).__name__, error)
 
     def _start_tracker(self, name: str) -> None:
         try:

@@ -29,8 +29,16 @@ class Checkpoint:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Step, metrics, versions, and size and checksum of each file."""
-        return dict(read_json(self._folder / MANIFEST_FILE))
+        """Step, metrics, versions, and size and checksum of each file. Raises CheckpointError when it is not there."""
+        try:
+            return dict(read_json(self._folder / MANIFEST_FILE))
+        except OSError as error:
+            raise CheckpointError(
+                f"there is no checkpoint in {self.path} ({error.strerror}). Was it removed? Only the latest or best "
+                "stay, as the option keep_checkpoints says."
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder / MANIFEST_FILE} is damaged: {error}.") from error
 
     @property
     def step(self) -> int:

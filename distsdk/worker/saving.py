@@ -10,6 +10,7 @@ import inspect
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -106,6 +107,8 @@ class Saver:
         self.has_begun.set()
         self._error: BaseException | None = None
         self._is_failing = False
+        self._num_at = Counter[int]()
+        """How many checkpoints this rank has reported, by step."""
 
     def save(self, step: int, content: Any, metrics: Mapping[str, float], is_automatic: bool = False) -> None:
         """Copy `content` and begin to write it, after the checkpoint before.
@@ -114,7 +117,9 @@ class Saver:
         """
         self.wait()
         self.num_saved += 1
-        work = Work(step, dict(metrics), self._counters.reached, is_automatic, self._is_first(f"save/{step}"))
+        self._num_at[step] += 1
+        is_writer = self._is_first(f"save/{step}/{self._num_at[step]}")  # again for the same step: another checkpoint
+        work = Work(step, dict(metrics), self._counters.reached, is_automatic, is_writer)
         if isinstance(content, Mapping):
             self._stage(work, content)
         elif work.is_writer:
