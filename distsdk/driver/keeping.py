@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+Order = tuple[int, int]
+"""Attempt, and number in it."""
+
 
 @dataclass(frozen=True)
 class Keeping:
@@ -47,17 +50,21 @@ class KeptCheckpoints:
     def __init__(self, parent: Path, keeping: Keeping) -> None:
         self._parent, self._keeping = parent, keeping
         self._steps: dict[str, int] = {}
+        self._orders: dict[str, Order] = {}
         self._removing: list[threading.Thread] = []
 
     @property
     def names(self) -> list[str]:
         """In order of being committed."""
-        return list(self._steps)
+        return sorted(self._steps, key=self._orders.__getitem__)
 
-    def add(self, name: str, step: int) -> None:
-        """It was committed; of the same step again: it was replaced."""
-        self._steps.pop(name, None)
+    def add(self, name: str, step: int, order: Order | None = None) -> bool:
+        """It was committed, as `order` says (None: after all that are there); of the same step again: it was replaced.
+        True when it is the last one now."""
+        latest = max((self._orders[each] for each in self._steps), default=(0, 0))
         self._steps[name] = step
+        self._orders[name] = (latest[0], latest[1] + 1) if order is None else order
+        return self._orders[name] >= latest
 
     def remove_superfluous(self, column: Callable[[str], Mapping[int, float]]) -> None:
         """Remove what need not stay, beside everything else. `column` gives a metric's values by step."""

@@ -67,9 +67,9 @@ class Recorder:
         """A checkpoint was committed."""
         if saved.name != checkpoint_name(saved.step):  # of no worker of ours; it would be removed one day
             return
-        if not saved.is_automatic:
+        is_last = self._checkpoints.add(saved.name, saved.step, (saved.attempt, saved.number))
+        if is_last and not saved.is_automatic:
             self.checkpoint_to_resume = saved.name
-        self._checkpoints.add(saved.name, saved.step)
         self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / saved.name))
         self._checkpoints.remove_superfluous(self._column)
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +60,7 @@ class Faults:
         self._counts_reports = True
         """Until an optimizer is there, each report counts as a step."""
         self._pid = os.getpid()
+        self._is_writing = ContextVar("distsdk_is_writing", default=False)
 
     @contextmanager
     def in_place(self, session: Session) -> Iterator[None]:
@@ -129,6 +131,16 @@ class Faults:
 
     @contextmanager
     def _around_writing(self, place: Path) -> Iterator[None]:
+        if self._is_writing.get():  # of a file of a checkpoint that is being written
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(self._is_writing.reset, self._is_writing.set(True))
+            stack.enter_context(self._faulty_writing(place))
+            yield
+
+    @contextmanager
+    def _faulty_writing(self, place: Path) -> Iterator[None]:
         self._at("checkpoint")
         if self.disk_is_full:
             with full_disk(place):

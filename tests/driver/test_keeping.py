@@ -87,6 +87,15 @@ def test_on_disk(parent: Path) -> None:
     assert sorted(path.name for path in parent.iterdir()) == ["step-000001", "step-000003", "step-000004"]
 
 
+def test_they_may_be_heard_of_in_another_order(tmp_path: Path) -> None:
+    checkpoints = KeptCheckpoints(tmp_path, Keeping(None))
+    heard = [("step-000001", (0, 1)), ("step-000003", (0, 3)), ("step-000002", (0, 2)), ("step-000003", (1, 1))]
+    assert [checkpoints.add(name, int(name[-1]), order) for name, order in heard] == [True, True, False, True]
+    assert checkpoints.names == ["step-000001", "step-000002", "step-000003"]
+    assert checkpoints.add("step-000000", 0)  # found at the end
+    assert checkpoints.names[-1] == "step-000000"
+
+
 def test_on_disk_by_a_metric(parent: Path) -> None:
     checkpoints = KeptCheckpoints(parent, Keeping(1, "acc", "max"))
     by_step = {0: 0.1, 1: 0.9, 2: math.nan}

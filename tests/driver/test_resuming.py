@@ -40,7 +40,8 @@ def test_a_run_by_its_folder_its_result_or_its_checkpoint(tmp_path: Path) -> Non
     folder = run(tmp_path / "träin 'x' run", 3, 20, 1_000_000)
     last = str(folder / "checkpoints" / "step-1000000")
     relative = os.path.relpath(folder)
-    for source in (folder, str(folder), relative, f"{folder}/", Result.load(folder), last, Path(last), Checkpoint(last)):
+    of_run = (folder, str(folder), relative, f"{folder}/", Result.load(folder))
+    for source in (*of_run, last, Path(last), Checkpoint(last)):
         assert meant(source) == last
     third = folder / "checkpoints" / "step-000003"
     assert meant(Checkpoint(third)) == meant(Result.load(folder).checkpoints[0]) == str(third)

@@ -58,7 +58,7 @@ EXAMPLES: dict[str, Message] = {
     "started": Started(0, 1, 4712, 1.5),
     "printed": Printed(0, 1, "stdout", b"hello\n\xff"),
     "reported": Reported(0, 1, 3, {"loss": 0.5}, 16.0, {"loss": "sum"}),
-    "saved": Saved(0, 1, 3, "step-000003", True),
+    "saved": Saved(0, 1, 3, "step-000003", 2, True),
     "fingerprinted": Fingerprinted(0, 1, -1, {"weight": -(2**63)}),
     "noted": Noted(0, 1, "warning", "mind ü"),
     "returned": Ended(0, 1, Returned(INLINE), 2.5, 1 << 30, Progress(3, 4, 5, 6, 7)),
@@ -133,8 +133,8 @@ GOLDEN = {
         "7465707300a77265706f72747300a96261636b776172647300a76261746368657300a873617665645f617400"
     ),
     "saved": (
-        "86a474797065a55361766564a7617474656d707400a472616e6b01a47374657003a46e616d65ab737465702d303030303033ac69"
-        "735f6175746f6d61746963c3"
+        "87a474797065a55361766564a7617474656d707400a472616e6b01a47374657003a46e616d65ab737465702d303030303033a66e"
+        "756d62657202ac69735f6175746f6d61746963c3"
     ),
     "fingerprinted": (
         "85a474797065ad46696e6765727072696e746564a7617474656d707400a472616e6b01a473746570ffa76469676573747381a677"
