@@ -53,6 +53,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_launch.py
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_failure.py
+	$(BIN)/python benchmarks/bench_checkpoint.py
 
 clean:
 	rm -rf $(VENV) site build dist distsdk_runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

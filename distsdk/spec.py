@@ -41,6 +41,10 @@ class OptionDict(TypedDict, total=False):
     grace_s: float
     run_dir: str | None
     name: str | None
+    keep_checkpoints: int | None
+    best: str | None
+    mode: str
+    resume_from: Any
     env: Mapping[str, str]
     start: str
     logs: str

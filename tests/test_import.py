@@ -44,6 +44,7 @@ PUBLIC = [
     "last_result",
     "main_first",
     "no_sync",
+    "per_rank",
     "pool",
     "prepare",
     "report",

@@ -2,7 +2,8 @@
 
 Each worker reports its own numbers and never waits for the others; the program that called `train` folds them, step by
 step. A mean counts each worker by its `weight` (its number of samples, say); `reduce` names another way to fold.
-A checkpoint is a mapping: what has a `state_dict` is saved by it, plain values as they are. Rank 0 writes it.
+A checkpoint is a mapping: what has a `state_dict` is saved by it, plain values as they are. It is written once, beside
+the training; the last two are kept.
 """
 
 import time
@@ -55,7 +56,7 @@ for row in result.history:  # one row a step, folded over the workers
     print(f"epoch {row['step']}: loss {row['loss']:.3f}, accuracy {row['accuracy']:.1%}, took {row['slowest_s']:.2f} s")
 
 print("each worker's own accuracy:", [f"{info.metrics['accuracy']:.1%}" for info in result.ranks])
-print("checkpoints:", [checkpoint.path.name for checkpoint in result.checkpoints])
+print("checkpoints:", [Path(checkpoint.path).name for checkpoint in result.checkpoints])
 
 later = Result.load(result.path)  # in another program, another day: the folder is all that is needed
 assert later.history == result.history

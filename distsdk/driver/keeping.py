@@ -11,6 +11,9 @@ from pathlib import Path
 
 from distsdk.driver.mirror import Mirror
 
+Order = tuple[int, int]
+"""Attempt, and number in it."""
+
 
 @dataclass(frozen=True)
 class Keeping:
@@ -33,9 +36,10 @@ def superfluous(names: Sequence[str], values: Mapping[str, float], keeping: Keep
         return list(names[: -keeping.keep_checkpoints])
     sign = -1.0 if keeping.mode == "max" else 1.0
 
-    def order(place: int) -> tuple[float, int]:
+    def order(place: int) -> tuple[bool, float, int]:
         value = values.get(names[place], math.nan)
-        return (math.inf if math.isnan(value) else sign * value), -place
+        is_nan = math.isnan(value)
+        return is_nan, 0.0 if is_nan else sign * value, -place
 
     ranked = sorted(range(len(names)), key=order)
     kept = {*ranked[: keeping.keep_checkpoints], len(names) - 1}
@@ -49,33 +53,24 @@ class KeptCheckpoints:
     def __init__(self, parent: Path, keeping: Keeping, mirror: Mirror | None = None) -> None:
         self._parent, self._keeping, self._mirror = parent, keeping, mirror
         self._steps: dict[str, int] = {}
-        self._writers: dict[str, tuple[int, int]] = {}
-        """Attempt and rank, by name."""
+        self._orders: dict[str, Order] = {}
         self._removing: list[threading.Thread] = []
 
     @property
     def names(self) -> list[str]:
-        """In order."""
-        return list(self._steps)
+        """In order of being committed."""
+        return sorted(self._steps, key=self._orders.__getitem__)
 
-    def add(self, name: str, step: int, attempt: int, rank: int) -> None:
-        """It was committed; of the same step again: it was replaced. Ranks may write different ones at a time, and the
-        later may be committed first: it still comes after the earlier one."""
-        self._steps.pop(name, None)
-        self._writers[name] = (attempt, rank)
-        place = len(self._steps)
-        while place and self._is_later(self.names[place - 1], step, attempt, rank):
-            place -= 1
-        order = list(self._steps.items())
-        self._steps = dict([*order[:place], (name, step), *order[place:]])
+    def add(self, name: str, step: int, order: Order | None = None) -> bool:
+        """It was committed, as `order` says (None: after all that are there); of the same step again: it was replaced.
+        True when it is the last one now."""
+        latest = max((self._orders[each] for each in self._steps), default=(0, 0))
+        self._steps[name] = step
+        self._orders[name] = (latest[0], latest[1] + 1) if order is None else order
         if self._mirror is not None:
             for before in self.names[:-1]:
                 self._remove_here(before)
-
-    def _is_later(self, name: str, step: int, attempt: int, rank: int) -> bool:
-        """True when what is there under this name was reported after `step`, which is only now committed."""
-        at_attempt, by_rank = self._writers[name]
-        return at_attempt == attempt and by_rank != rank and self._steps[name] > step
+        return self._orders[name] >= latest
 
     def remove_superfluous(self, column: Callable[[str], Mapping[int, float]]) -> None:
         """Remove what need not stay, beside everything else. `column` gives a metric's values by step."""

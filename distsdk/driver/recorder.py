@@ -18,7 +18,7 @@ from distsdk.driver.result import Result
 from distsdk.storage.checkpoints import committed
 from distsdk.storage.commit import committed_file
 from distsdk.storage.failed_writes import FailedWrites
-from distsdk.storage.folder import RunFolder, step_of_name
+from distsdk.storage.folder import RunFolder, checkpoint_name, step_of_name
 from distsdk.trackers.base import Tracker, tracker_for
 from distsdk.wire.messages import Noted, Reported, Saved
 
@@ -49,6 +49,8 @@ class Recorder:
         self._trackers: list[Tracker] = []
         self._told: set[str] = set()
         self._lock = threading.Lock()
+        self._trackers_lock = threading.Lock()
+        """Under `.local` checkpoints are told of by the thread that writes them."""
         self._history_file = _HistoryFile(folder.history_file, self.failed_writes)
 
     def begin_attempt(self) -> None:
@@ -67,20 +69,22 @@ class Recorder:
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint was committed."""
+        if saved.name != checkpoint_name(saved.step):  # of no worker of ours; it would be removed one day
+            return
         if self._mirror and not self._mirror.has_checkpoint(saved.name, is_said=True):
             return
-        self._checkpoints.add(saved.name, saved.step, saved.attempt, saved.rank)
-        if not saved.is_automatic:
-            self.checkpoint_to_resume = self._checkpoints.names[-1]
+        is_last = self._checkpoints.add(saved.name, saved.step, (saved.attempt, saved.number))
+        if is_last and not saved.is_automatic:
+            self.checkpoint_to_resume = saved.name
         self._each_tracker(lambda tracker: tracker.log_artifact(self._folder.checkpoints / saved.name))
         self._checkpoints.remove_superfluous(self._column)
 
-    def find_checkpoints(self, attempt: int) -> None:
-        """Those, too, that were committed in this attempt, though their writer was killed before it could say so."""
+    def find_checkpoints(self) -> None:
+        """Those, too, that were committed, though their writer was killed before it could say so."""
         for name in committed(self._folder.checkpoints):
             if name not in self._checkpoints.names and self._is_there(name):
-                self._checkpoints.add(name, step_of_name(name), attempt, -1)
-                self.checkpoint_to_resume = self._checkpoints.names[-1]
+                self._checkpoints.add(name, step_of_name(name))
+                self.checkpoint_to_resume = name
 
     def _is_there(self, name: str) -> bool:
         return self._mirror is None or self._mirror.has_checkpoint(name, is_said=False)
@@ -125,14 +129,15 @@ class Recorder:
     def _each_tracker(self, call: Callable[[Tracker], None]) -> None:
         """Trackers are imported and started by the first numbers, not by runs that report none. One that fails gets
         nothing more: a run does not end for it."""
-        while self._tracker_names:
-            self._start_tracker(self._tracker_names.pop(0))
-        for tracker in list(self._trackers):
-            try:
-                call(tracker)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                self._tell_failed(type(tracker).__name__, error)
+        with self._trackers_lock:
+            while self._tracker_names:
+                self._start_tracker(self._tracker_names.pop(0))
+            for tracker in list(self._trackers):
+                try:
+                    call(tracker)
+                except Exception as error:
+                    self._trackers.remove(tracker)
+                    self._tell_failed(type(tracker).__name__, error)
 
     def _start_tracker(self, name: str) -> None:
         try:

@@ -150,7 +150,7 @@ class Result(Generic[R]):
         if not found:
             raise CheckpointError(f"no checkpoint of the run in {self.path} was reported at a step that has {key!r}.")
         sign = 1.0 if mode == "max" else -1.0
-        return max(reversed(found), key=lambda pair: -math.inf if math.isnan(pair[0]) else sign * pair[0])[1]
+        return max(reversed(found), key=lambda pair: (not math.isnan(pair[0]), sign * pair[0]))[1]
 
     def load_into(self, model: M, key: str = "model") -> M:
         """Load the last checkpoint's state of `key` into `model`, in place; returns the model.

@@ -105,7 +105,7 @@ class Run:
 
     def _goes_on(self) -> bool:
         """Take down how the attempt ended; True when another is to follow."""
-        self.recorder.find_checkpoints(len(self.attempts))
+        self.recorder.find_checkpoints()
         info = self._info(self._attempt)
         self.attempts.append(info)
         self._started_s = self._started_s or self._attempt.times.get("started", 0.0)

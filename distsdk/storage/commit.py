@@ -93,7 +93,12 @@ def force_to_disk(path: Path) -> None:
 def write_json(place: Path, content: Any) -> None:
     """Write `content` as JSON, whole or not at all; nan and inf are written as Python's json does."""
     with committed_file(place) as staging:
-        staging.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        staging.write_text(as_json(content), encoding="utf-8")
+
+
+def as_json(content: Any) -> str:
+    """The text of a file that `read_json` reads."""
+    return json.dumps(content, indent=1, default=str) + "\n"
 
 
 def read_json(place: Path) -> Any:

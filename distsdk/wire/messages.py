@@ -209,6 +209,8 @@ class Saved(Message, frozen=True):
     step: int
     name: str
     """In the run folder."""
+    number: int
+    """Which of the attempt's checkpoints it is, from 1: those of different ranks may be heard of in another order."""
     is_automatic: bool = False
     """True for the one that is saved at the end when the function saved none."""
 

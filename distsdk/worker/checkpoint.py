@@ -44,9 +44,21 @@ class Checkpoint:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Step, metrics, versions, and size and checksum of each file. At a URL: CheckpointError when it cannot be
+        """Step, metrics, versions, and size and checksum of each file. Raises CheckpointError when it cannot be
         read."""
-        return dict(read_json(Path(self._path) / MANIFEST_FILE) if self._remote is None else self._remote_manifest)
+        return dict(self._manifest_here() if self._remote is None else self._remote_manifest)
+
+    def _manifest_here(self) -> dict[str, Any]:
+        file = Path(self._path) / MANIFEST_FILE
+        try:
+            return dict(read_json(file))
+        except OSError as error:
+            raise CheckpointError(
+                f"there is no checkpoint in {self._path} ({error.strerror}). Was it removed? Only the latest or best "
+                "stay, as the option keep_checkpoints says."
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{file} is damaged: {error}.") from error
 
     @cached_property
     def _remote_manifest(self) -> dict[str, Any]:

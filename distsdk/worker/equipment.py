@@ -245,12 +245,12 @@ class Equipment:
 
     def finish(self) -> None:
         """After the function returned: the last proof, and the models' state when nothing else was saved."""
+        self.saver.wait()  # it holds models that save themselves, on one rank only
         if self.context.world_size > 1:
             self.verifier.send(FINAL_STEP)
             self._check_synchronised()
             self._check_data()
         self.save_models()
-        self.saver.wait()
 
     def _check_data(self) -> None:
         synchroniser, sharding = self.synchroniser, self.sharding

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +60,7 @@ class Faults:
         self._counts_reports = True
         """Until an optimizer is there, each report counts as a step."""
         self._pid = os.getpid()
+        self._is_writing = ContextVar("distsdk_is_writing", default=False)
 
     @contextmanager
     def in_place(self, session: Session) -> Iterator[None]:
@@ -74,7 +76,7 @@ class Faults:
             for name in ("add_param_group", "__setstate__"):
                 stack.enter_context(replaced(Optimizer, name, self._noticed(getattr(Optimizer, name))))
             stack.callback(commit.enter, commit.enter(self._around_writing))
-            session.on_event = self._on_event
+            session.on_event = functools.partial(self._on_event, session)
             yield
             self._tell_missing(session)
 
@@ -114,10 +116,13 @@ class Faults:
         self._no_longer_reports()
         self._count_step()
 
-    def _on_event(self, event: str) -> None:
+    def _on_event(self, session: Session, event: str) -> None:
         if event != "reported":
             self._at(event)
-        elif self._counts_reports:
+            return
+        if session.saver is not None:  # a checkpoint is written in a thread: a fault of its step comes within that step
+            session.saver.has_begun.wait()
+        if self._counts_reports:
             self._count_step()
 
     def _count_step(self) -> None:
@@ -126,6 +131,16 @@ class Faults:
 
     @contextmanager
     def _around_writing(self, place: Path) -> Iterator[None]:
+        if self._is_writing.get():  # of a file of a checkpoint that is being written
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(self._is_writing.reset, self._is_writing.set(True))
+            stack.enter_context(self._faulty_writing(place))
+            yield
+
+    @contextmanager
+    def _faulty_writing(self, place: Path) -> Iterator[None]:
         self._at("checkpoint")
         if self.disk_is_full:
             with full_disk(place):

@@ -7,9 +7,11 @@ that report the checkpoint of a step, the first one writes what all have in comm
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.errors import CheckpointError, UsageError
 from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, described_folder, rank_file
-from distsdk.storage.commit import committed_folder, force_to_disk, write_json
+from distsdk.storage.commit import as_json, committed_folder, force_to_disk
 from distsdk.storage.folder import RunFolder, checkpoint_name
 from distsdk.storage.remote_checkpoints import RemoteCheckpoints
 from distsdk.wire.blackbox import Counters
@@ -62,6 +64,16 @@ def state_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _key_that_resists(state: Mapping[str, Any]) -> str:
+    """The key of the first value that cannot be copied."""
+    for key, value in state.items():
+        try:
+            Staging().copy_of(state_of({key: value.value if isinstance(value, PerRank) else value}))
+        except TypeError:
+            return key
+    return ""
+
+
 def bare_model(thing: Any) -> Any:
     """What ``torch.compile`` and DistributedDataParallel have wrapped; anything else as it is."""
     while hasattr(thing, "_orig_mod") or isinstance(thing, DistributedDataParallel):
@@ -74,12 +86,13 @@ class Work:
     """What this rank has to write of one checkpoint."""
 
     step: int
-    number: int
-    """How many checkpoints of this step this rank has reported before."""
     metrics: dict[str, float]
     reached: int
     is_automatic: bool
-    is_writer: bool = True
+    number: int
+    """Which of the attempt's checkpoints it is, from 1; 0 on the ranks that do not write it."""
+    times: int = 1
+    """How many checkpoints of this step each rank has reported, with this one."""
     common: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     pretrained: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +104,11 @@ class Work:
     def name(self) -> str:
         """The checkpoint's."""
         return checkpoint_name(self.step)
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the rank that writes what all have in common, and commits it."""
+        return self.number > 0
 
 
 class Saver:
@@ -105,9 +123,13 @@ class Saver:
         self._remote = RemoteCheckpoints(context.storage_url) if context.storage_url else None
         self._staging = Staging()
         self._thread: threading.Thread | None = None
+        self.has_begun = threading.Event()
+        """Set when the writing of what was saved last is under way, or over."""
+        self.has_begun.set()
         self._error: BaseException | None = None
         self._is_failing = False
-        self._last_step, self._last_number = -1, 0
+        self._num_at = Counter[int]()
+        """How many checkpoints this rank has reported, by step."""
 
     def save(self, step: int, content: Any, metrics: Mapping[str, float], is_automatic: bool = False) -> None:
         """Copy `content` and begin to write it, after the checkpoint before.
@@ -116,15 +138,19 @@ class Saver:
         """
         self.wait()
         self.num_saved += 1
-        number = self._last_number + 1 if step == self._last_step else 0
-        self._last_step, self._last_number = step, number
-        is_writer = self._is_first(f"save/{step}/{number}")
-        work = Work(step, number, dict(metrics), self._counters.reached, is_automatic, is_writer)
-        if isinstance(content, Mapping):
-            self._stage(work, content)
-        elif work.is_writer:
-            work.files = self._copied(work.name, Path(content))
+        self._num_at[step] += 1
+        number = self._number(f"{step}/{self._num_at[step]}")  # again for the same step: another checkpoint
+        work = Work(step, dict(metrics), self._counters.reached, is_automatic, number, self._num_at[step])
+        try:
+            if isinstance(content, Mapping):
+                self._stage(work, content)
+            elif work.is_writer:
+                work.files = self._copied(work.name, Path(content))
+        except BaseException:
+            self._let_next(work)
+            raise
         if work.is_writer or work.own:
+            self.has_begun.clear()
             self._thread = threading.Thread(target=self._written, args=(work,), name="distsdk-saving", daemon=True)
             self._thread.start()
 
@@ -134,8 +160,11 @@ class Saver:
         wanted = (state_of(common) if work.is_writer else {}, state_of(own))
         try:
             work.common, work.own = self._staging.copy_of(wanted)
-        except Exception as error:  # what is copied may do anything
-            raise CheckpointError(f"checkpoint {work.name}: what is in it cannot be copied ({error}).") from error
+        except TypeError as error:  # of copy.deepcopy
+            raise UsageError(
+                f"report(checkpoint=...): {_key_that_resists(content)!r} is, or holds, something that cannot be saved "
+                f"({error}). Leave it out, or give what it was made from."
+            ) from error
         if work.is_writer:
             bare = {key: bare_model(value) for key, value in common.items()}
             work.pretrained = {key: thing for key, thing in bare.items() if hasattr(thing, "save_pretrained")}
@@ -157,26 +186,43 @@ class Saver:
 
     def is_own(self, checkpoint: str) -> bool:
         """True when this folder is a checkpoint of this run."""
-        if self._remote is not None and checkpoint == self._remote.url_of(checkpoint.rpartition("/")[2]):
-            return True
         return bool(checkpoint) and Path(checkpoint).parent == self._parent
 
     def has_anyone_saved(self) -> bool:
         """True when some rank has begun to save a checkpoint in this attempt."""
         return bool(self.num_saved) or (self.store is not None and self.store.check(["distsdk/saved"]))
 
-    def _is_first(self, what: str) -> bool:
-        """True on the first rank that asks, in this attempt."""
+    def _number(self, what: str) -> int:
+        """On the first rank that asks for `what`: which of the attempt's checkpoints it is, from 1; on others 0."""
         if self.store is None:
-            return True
+            return self.num_saved
         if self.num_saved == 1:
             self.store.set("distsdk/saved", b"1")
-        rank = str(self._context.rank)
-        return bool(self.store.compare_set(f"distsdk/{what}", "", rank).decode() == rank)
+        key, rank = f"distsdk/save/{what}", str(self._context.rank)
+        if self.store.compare_set(key, "", rank).decode() == rank:
+            number = int(self.store.add("distsdk/checkpoints", 1))
+            self.store.set(f"{key}/numbered", b"1")
+            return number
+        while not self.store.check([f"{key}/numbered"]):  # else what this rank saves next might come before
+            time.sleep(LOOK_S / 20)
+        return 0
+
+    def _wait_for_turn(self, work: Work) -> None:
+        """Until the checkpoint before, of whichever rank, is committed or has failed."""
+        if self.store is None or work.number == 1:
+            return
+        key = f"distsdk/written/{work.number - 1}"
+        while not self.store.check([key]):
+            time.sleep(LOOK_S / 4)
+        self.store.delete_key(key)
+
+    def _let_next(self, work: Work) -> None:
+        if self.store is not None and work.is_writer:
+            self.store.set(f"distsdk/written/{work.number}", b"1")
 
     def _copied(self, name: str, folder: Path) -> Path:
         """The user may remove the folder as soon as ``report`` returns."""
-        target = self._parent / f".{name}.files.tmp"
+        target = self._parent / f".{name}.files.{os.getpid()}.tmp"
         try:
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(folder, target, symlinks=True)
@@ -193,10 +239,15 @@ class Saver:
                 self._hand_over(work)
         except BaseException as error:
             self._error = error
+        finally:
+            self._let_next(work)
+            self.has_begun.set()
 
     def _commit(self, work: Work) -> None:
+        self._wait_for_turn(work)
         try:
             with committed_folder(self._parent / work.name) as staging:
+                self.has_begun.set()
                 self._fill(staging, work)
         except CheckpointError:
             raise
@@ -207,7 +258,8 @@ class Saver:
         if self._remote is not None:
             self._remote.upload(self._parent / work.name)
         self._counters.saved(work.reached)
-        self._send(Saved(self._context.attempt, self._context.rank, work.step, work.name, work.is_automatic))
+        context = self._context
+        self._send(Saved(context.attempt, context.rank, work.step, work.name, work.number, work.is_automatic))
 
     def _fill(self, staging: Path, work: Work) -> None:
         if work.files is not None:
@@ -221,21 +273,22 @@ class Saver:
             self._take_parts(staging, work)
         with _going_to_disk(staging):
             files = described_folder(staging)
-        write_json(staging / MANIFEST_FILE, {
+        manifest = {
             "step": work.step,
             "metrics": work.metrics,
             "world_size": self._context.world_size,
             "torch": torch.__version__,
             "needs_trust": {**foreign_types(work.common), **foreign_types(work.own)},
             "files": files,
-        })  # fmt: skip
+        }
+        (staging / MANIFEST_FILE).write_text(as_json(manifest), encoding="utf-8")
 
     def _part(self, work: Work, rank: int) -> Path:
-        return self._parent / f".{work.name}.{work.number}.{rank_file(rank)}.tmp"
+        return self._parent / f".{work.name}.{work.times}.{rank_file(rank)}.tmp"
 
     @staticmethod
     def _part_key(work: Work, rank: int) -> str:
-        return f"distsdk/part/{work.step}/{work.number}/{rank}"
+        return f"distsdk/part/{work.step}/{work.times}/{rank}"
 
     def _hand_over(self, work: Work) -> None:
         """Write what this rank has for itself, and tell the writer."""
@@ -286,7 +339,7 @@ def _going_to_disk(folder: Path) -> Iterator[None]:
 def _save(state: dict[str, Any], file: Path) -> None:
     try:
         with _without_crc():
-            torch.save(state, file)
+            torch.serialization.save(state, file)  # not the one that is put in place for the user: the folder is whole
     except RuntimeError:  # torch keeps to itself what the system said; asked again, a full disk says it
         file.with_suffix(".probe").write_bytes(bytes(1 << 20))
         raise

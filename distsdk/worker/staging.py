@@ -51,7 +51,7 @@ class _Copying:
         if isinstance(thing, _PLAIN):
             return thing
         if isinstance(thing, torch.Tensor):
-            return self._tensor(thing) if _is_plain(thing) else copy.deepcopy(thing.detach()).cpu()
+            return self._tensor(thing) if _is_plain(thing) else thing.detach().clone().cpu()
         if isinstance(thing, dict):
             copied = copy.copy(thing)  # with the attributes of a state_dict, and in its order
             for key, value in thing.items():

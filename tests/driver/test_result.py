@@ -11,6 +11,7 @@ import pytest
 from distsdk import CheckpointError, Result
 from distsdk.driver.result import HistoryTable, RankInfo
 from distsdk.driver.run import mean_of_mappings
+from distsdk.wire.blackbox import Counters
 
 ROWS = [{"step": 0, "loss": 1.0, "acc": 0.5}, {"step": 2, "loss": 0.5}]
 
@@ -97,7 +98,7 @@ def test_frozen(tmp_path: Path) -> None:
 def test_value_and_checkpoints(tmp_path: Path) -> None:
     made = result(tmp_path)
     assert made.value == 1
-    assert made.checkpoint.path == tmp_path / "checkpoints" / "step-000002"
+    assert made.checkpoint.path == str(tmp_path / "checkpoints" / "step-000002")
     assert result(tmp_path, values=[], checkpoint_names=[]).value is None
     assert result(tmp_path, checkpoint_names=[]).checkpoint is None
 
@@ -110,14 +111,17 @@ def test_load_into_without_a_checkpoint(tmp_path: Path) -> None:
 def test_load_into(tmp_path: Path) -> None:
     import torch
 
-    from distsdk.worker.checkpoint import write_checkpoint
+    from distsdk.worker.context import Context
+    from distsdk.worker.saving import Saver
 
     trained, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    name = write_checkpoint(str(tmp_path), 2, {"net": trained}, {})
-    made = result(tmp_path, checkpoint_names=[name])
+    saver = Saver(Context(run_dir=str(tmp_path)), Counters(), lambda message: None)
+    saver.save(2, {"net": trained}, {})
+    saver.wait()
+    made = result(tmp_path, checkpoint_names=["step-000002"])
     assert made.load_into(fresh, key="net") is fresh
     assert torch.equal(fresh.weight, trained.weight)
-    with pytest.raises(CheckpointError, match=r"has no 'model': name one of key=\['net'\]"):
+    with pytest.raises(CheckpointError, match=r"has no 'model': it has \['net'\]"):
         made.load_into(fresh)
 
 

@@ -75,7 +75,8 @@ def noise(story: Story) -> float:
 
 
 def end(story: Story, step: int) -> None:
-    if not story.dies_at or step != story.dies_at or distsdk.context().attempt > 0 or distsdk.get_checkpoint() is not None:
+    has_died = distsdk.context().attempt > 0 or distsdk.get_checkpoint() is not None
+    if not story.dies_at or step != story.dies_at or has_died:
         return
     if story.ending == "stop":
         distsdk.stop_all("on purpose")

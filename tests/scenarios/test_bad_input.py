@@ -243,7 +243,9 @@ BAD_REPORTS = [
     ({"step": -1}, "report(step=-1)", "at least 0"),
     ({"step": 0.5}, "report(step=0.5)", "whole number"),
     ({"reduce": "median"}, "reduce='median' for 'loss'", "'mean', 'sum', 'min', 'max', 'last'"),
-    ({"checkpoint": [1]}, "checkpoint=...", "mapping of names to objects, not list"),
+    ({"checkpoint": [1]}, "checkpoint=...", "mapping of names to objects, or a folder, not list"),
+    ({"checkpoint": {1: 2}}, "checkpoint=...", "names of what is saved are str"),
+    ({"checkpoint": "nowhere"}, "checkpoint='nowhere'", "there is no such folder"),
 ]
 
 

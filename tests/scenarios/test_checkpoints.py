@@ -1,6 +1,8 @@
-"""Checkpoints given with report: by rank 0, by all ranks, by the wrong one."""
+"""Checkpoints given with report: by rank 0, by all ranks, by another one."""
 
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def train(model, ranks, steps):
         distsdk.report({"loss": step / 2}, step=step, checkpoint=state if is_mine else None)
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 def test_what_is_saved_can_be_loaded(ranks, capsys):
     model = nn.Linear(2, 1)
     result = WORKERS(train)(model, ranks, [0, 5])
@@ -37,15 +39,10 @@ def test_what_is_saved_can_be_loaded(ranks, capsys):
     assert "checkpoint" not in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_the_wrong_rank_is_told(capsys):
-    WORKERS(train)(nn.Linear(2, 1), [1], [0, 1, 2])
-    assert capsys.readouterr().err.count("rank 0 gave none, only rank 1 did") == 1
-
-
 def test_the_same_step_again_replaces():
     result = WORKERS(train)(nn.Linear(2, 1), [0], [3, 3])
     assert [checkpoint.step for checkpoint in result.checkpoints] == [3]
-    assert [path.name for path in result.checkpoint.path.parent.iterdir()] == ["step-000003"]
+    assert os.listdir(Path(result.path) / "checkpoints") == ["step-000003"]
 
 
 def test_the_best_checkpoint():
@@ -54,7 +51,7 @@ def test_the_best_checkpoint():
             distsdk.report({"loss": loss}, checkpoint={"step": step})
         distsdk.report({"other": 1.0}, step=9)
 
-    result = WORKERS(train)()
+    result = WORKERS(train).with_options(keep_checkpoints=None)()
     assert result.best_checkpoint("loss").step == 3
     assert result.best_checkpoint("loss", "max").step == 0
     assert distsdk.Result.load(result.path).best_checkpoint("loss").load() == {"step": 3}
@@ -66,7 +63,7 @@ def test_the_best_checkpoint():
 
 def test_a_damaged_checkpoint_is_refused():
     result = WORKERS(train)(nn.Linear(2, 1), [0], [0])
-    with (result.checkpoint.path / "state.pt").open("ab") as file:
+    with Path(result.checkpoint.path, "state.pt").open("ab") as file:
         file.write(b"x")
     with pytest.raises(CheckpointError, match="damaged"):
         result.checkpoint.load()

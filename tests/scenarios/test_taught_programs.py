@@ -116,7 +116,7 @@ def test_a_function_that_prepares_reports_and_saves_a_checkpoint_each_epoch() ->
         taught.train_func({"data": data, "batch_size": BATCH, "lr": 0.01})
         return data.read, trained_net()
 
-    result = on(2, train)()
+    result = on(2, train, keep_checkpoints=None)()
     reads, weights = map(list, zip(*result.values, strict=True))
     assert_one_model(weights)
     assert_each_row_once_an_epoch(reads)

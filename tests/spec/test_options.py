@@ -69,6 +69,14 @@ BAD: list[tuple[str, Any]] = [
     ("run_dir", 3),
     ("name", 3),
     ("trackers", 3),
+    ("keep_checkpoints", 0),
+    ("keep_checkpoints", -1),
+    ("keep_checkpoints", 1.0),
+    ("keep_checkpoints", True),
+    ("keep_checkpoints", "2"),
+    ("best", 3),
+    ("mode", "lowest"),
+    ("mode", None),
 ]
 GOOD: list[tuple[str, Any]] = [
     ("workers", 1),
@@ -99,6 +107,13 @@ GOOD: list[tuple[str, Any]] = [
     ("run_dir", "x"),
     ("name", "x"),
     ("trackers", ()),
+    ("keep_checkpoints", 1),
+    ("keep_checkpoints", None),
+    ("best", "val/acc"),
+    ("best", None),
+    ("mode", "max"),
+    ("resume_from", "latest"),
+    ("resume_from", None),
 ]
 
 

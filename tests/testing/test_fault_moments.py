@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distsdk
-from distsdk import WorkerDied, distributed
+from distsdk import CheckpointError, WorkerDied, distributed
 from distsdk.testing import faults
 from tests.testing.faulty import STEPS, counting, error_of, log_of, reported_by, train
 
@@ -83,7 +83,7 @@ def test_a_run_that_is_restarted_after_each_of_several_faults():
     undisturbed = resumed().value
     planned = faults.injected(
         faults.kill(rank=1, at_step=4),
-        faults.exit(rank=0, attempt=1, during="checkpoint", at_step=2),
+        faults.exit(attempt=1, during="checkpoint", at_step=2),
         faults.segfault(rank=1, attempt=2, at_step=3),
     )
     with planned:
@@ -149,12 +149,20 @@ def test_during_a_report():
 
 
 def test_during_a_checkpoint():
-    planned = faults.kill(rank=0, during="checkpoint", at_step=3)
-    error = error_of(planned, train, WorkerDied, save=True)
+    """It is written by the rank that reports it first."""
+    error = error_of(faults.kill(during="checkpoint", at_step=3), train, WorkerDied, save=True)
     assert error.result.checkpoint.step == 2
-    assert 3 in {row["step"] for row in error.result.history}  # the other rank's
-    error = error_of(faults.raises(ValueError("at the end"), during="checkpoint", rank=0), train, ValueError)
-    assert [row["step"] for row in error.result.history] == list(range(1, STEPS + 1))
+    assert 3 in {row["step"] for row in error.result.history}
+    planned = faults.raises(ValueError("in between"), during="checkpoint", at_step=3)
+    error = error_of(planned, train, CheckpointError, save=True)
+    assert "step-000003 could not be written" in str(error) and "in between" in str(error)
+    assert error.result.checkpoint.step == 2
+
+
+def test_during_the_checkpoint_that_is_made_at_the_end(capfd):
+    with faults.raises(ValueError("at the end"), during="checkpoint", rank=0):
+        assert train().status == "completed"
+    assert "the model was not saved at the end: " in capfd.readouterr().err
 
 
 def test_several_at_once():

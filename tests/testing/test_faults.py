@@ -97,7 +97,7 @@ def test_memory_that_is_not_there():
 
 
 def test_a_full_disk_spares_the_checkpoints_before():
-    error = error_of(faults.disk_full(rank=0, at_step=3), train, CheckpointError, save=True)
+    error = error_of(faults.disk_full(at_step=3), train, CheckpointError, save=True)
     assert "No space left on device" in str(error)
     result = error.result
     assert result.checkpoint.step == 2

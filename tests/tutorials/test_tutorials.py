@@ -53,7 +53,7 @@ def test_metrics_and_checkpoints_are_all_there(tmp_path: Path) -> None:
     text = printed_by("03_metrics_and_checkpoint.py", tmp_path)
     losses = [number(rf"epoch {epoch}: loss ([\d.]+)", text) for epoch in range(4)]
     assert losses == sorted(losses, reverse=True)
-    assert "['step-000000', 'step-000001', 'step-000002', 'step-000003']" in text
+    assert "['step-000002', 'step-000003']" in text
     assert "went on to epoch 5" in text
     assert "1 TensorBoard event file;" in text
     folders = sorted((tmp_path / "distsdk_runs").iterdir(), key=lambda path: path.stat().st_mtime_ns)

@@ -58,18 +58,18 @@ def test_each_counter_is_read_as_what_it_is(box: int, counter: int, field: str) 
 def test_saved_at_is_the_step_or_else_the_report(box: int) -> None:
     counters = Counters(box)
     counters.set(REPORTS, 5)
-    counters.saved()
-    assert read_progress(box).saved_at == 5 == read_progress(box).reached
+    counters.saved(counters.reached)
+    assert read_progress(box).saved_at == 5 == read_progress(box).reached == counters.reached
     counters.set(STEPS, 3)
-    counters.saved()
-    assert read_progress(box).saved_at == 3 == read_progress(box).reached
+    counters.saved(counters.reached)
+    assert read_progress(box).saved_at == 3 == read_progress(box).reached == counters.reached
 
 
 def test_without_an_agent() -> None:
     """Counted for nobody."""
     counters = Counters()
     counters.add(STEPS)
-    counters.saved()
+    counters.saved(1)
     assert counters.descriptor is None
 
 

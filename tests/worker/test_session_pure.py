@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distsdk import StopTraining, UsageError, context, report
-from distsdk.wire.messages import NOT_WRITTEN, Message, Reported
+from distsdk.wire.messages import Message, Reported
 from distsdk.worker.context import Context
 from distsdk.worker.session import Session, as_number, enter
 
@@ -156,12 +156,6 @@ def test_steps_are_counted_on_from_the_last() -> None:
 
 def test_numpy_step() -> None:
     assert sent({"metrics": {}, "step": np.int64(5)})[0].step == 5  # type: ignore[attr-defined]
-
-
-def test_checkpoint_of_another_rank_is_not_written() -> None:
-    (message,) = sent({"metrics": {}, "checkpoint": {"epoch": 1}}, rank=1)
-    assert isinstance(message, Reported)
-    assert message.checkpoint == NOT_WRITTEN
 
 
 def steps_of(*reports: dict[str, object]) -> list[int]:

@@ -1,0 +1,98 @@
+"""What `resume_from` may be, and which checkpoint it means."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distsdk import Checkpoint, Result, UsageError
+from distsdk.driver.resuming import LATEST, checkpoint_to_resume, last_of_run, shown_source
+
+
+def run(path: Path, *steps: int, age_s: float = 0.0) -> Path:
+    """A run's folder with checkpoints of these steps, and rubbish beside them."""
+    (path / "checkpoints" / ".step-000999.77.tmp").mkdir(parents=True)
+    (path / "checkpoints" / ".step-000999.77.tmp" / "manifest.json").write_text("{}")
+    (path / "checkpoints" / "step-000998").mkdir()  # nobody's: it has no manifest
+    record = {"name": "train", "seed": 1, "workers": 2}
+    (path / "run.json").write_text(json.dumps(record))
+    os.utime(path / "run.json", (1e9 - age_s, 1e9 - age_s))
+    for step in steps:
+        folder = path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
+    return path
+
+
+def meant(source: Any, run_dir: str | None = None, name: str = "train") -> str:
+    return checkpoint_to_resume(source, run_dir, name)
+
+
+def test_none() -> None:
+    assert meant(None) == ""
+
+
+def test_a_run_by_its_folder_its_result_or_its_checkpoint(tmp_path: Path) -> None:
+    folder = run(tmp_path / "träin 'x' run", 3, 20, 1_000_000)
+    last = str(folder / "checkpoints" / "step-1000000")
+    relative = os.path.relpath(folder)
+    of_run = (folder, str(folder), relative, f"{folder}/", Result.load(folder))
+    for source in (*of_run, last, Path(last), Checkpoint(last)):
+        assert meant(source) == last
+    third = folder / "checkpoints" / "step-000003"
+    assert meant(Checkpoint(third)) == meant(Result.load(folder).checkpoints[0]) == str(third)
+
+
+@pytest.mark.parametrize("source", [3, True, [], {}, object, b"x"], ids=repr)
+def test_what_it_cannot_be(source: Any) -> None:
+    with pytest.raises(UsageError, match='resume_from=.*give a Result, a Checkpoint, the folder .*"latest"'):
+        meant(source)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "empty", "run", "file"])
+def test_a_place_without_one(tmp_path: Path, place: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    run(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"resume_from: there is no checkpoint in {tmp_path / place}"):
+        meant(place)
+
+
+def test_a_result_whose_run_has_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no checkpoint"):
+        meant(Result.load(run(tmp_path / "run")))
+
+
+def test_the_latest_of_that_name(tmp_path: Path) -> None:
+    runs = tmp_path / "distsdk_runs"
+    assert meant(LATEST) == ""
+    run(runs / "train-20261130-100000-aaaaaa", 1, age_s=30)
+    wanted = run(runs / "train-20261130-100001-bbbbbb", 2, 5, age_s=20)
+    run(runs / "train-20261130-100002-cccccc", age_s=10)  # it has none
+    run(runs / "train-more-20261130-100003-dddddd", 7)
+    (runs / "train-20261130-100004-eeeeee" / "checkpoints").mkdir(parents=True)  # no run: not begun
+    assert meant(LATEST) == str(wanted / "checkpoints" / "step-000005")
+    assert meant(LATEST, name="train-more").endswith("dddddd/checkpoints/step-000007")
+    assert meant(LATEST, name="other") == ""
+
+
+def test_the_latest_beside_a_folder_of_ones_own(tmp_path: Path) -> None:
+    run(tmp_path / "mine" / "first", 1, age_s=20)
+    run(tmp_path / "mine" / "second", 2, age_s=10)
+    assert meant(LATEST, str(tmp_path / "mine" / "third")).endswith("second/checkpoints/step-000002")
+    assert meant(LATEST, "elsewhere/third") == ""
+
+
+def test_the_last_of_a_run_counts_only_what_was_committed(tmp_path: Path) -> None:
+    assert last_of_run(tmp_path) == ""
+    assert last_of_run(run(tmp_path / "run", 2, 10)).endswith("step-000010")
+
+
+def test_as_the_run_file_has_it(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2)
+    shown = [shown_source(source) for source in (None, LATEST, folder, Result.load(folder), Checkpoint(folder))]
+    assert shown == [None, LATEST, *[str(folder)] * 3]

@@ -1,0 +1,507 @@
+"""Checkpoints as a function reports them: by which ranks, of what, and when errors are raised."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import distsdk
+from distsdk import (
+    Checkpoint,
+    CheckpointError,
+    StopTraining,
+    UsageError,
+    WorkerDied,
+    distributed,
+    last_result,
+    per_rank,
+)
+from distsdk.testing import faults
+from distsdk.worker import saving
+
+
+def on(workers, fn, **options):
+    return distributed(workers=workers, gpu=False, logs="none", seed=1, trackers=(), timeout=60, **options)(fn)
+
+
+def rank():
+    return distsdk.context().rank
+
+
+def files_of(checkpoint):
+    folder = Path(checkpoint.path)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# Which ranks
+
+
+@pytest.mark.parametrize(("workers", "ranks"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1]), (3, [1, 2])])
+def test_it_is_written_once_whoever_reports_it(workers, ranks):
+    def train():
+        for step in range(3):
+            mine = {"step": step, "weights": torch.full((10,), float(step))} if rank() in ranks else None
+            distsdk.report({"loss": 1.0 / (step + 1)}, step=step, checkpoint=mine)
+
+    result = on(workers, train, keep_checkpoints=None)()
+    assert [checkpoint.step for checkpoint in result.checkpoints] == [0, 1, 2]
+    assert os.listdir(Path(result.path, "checkpoints")).__len__() == 3
+    for step, checkpoint in enumerate(result.checkpoints):
+        assert checkpoint.load()["weights"].tolist() == [float(step)] * 10
+        assert (checkpoint.verify(), checkpoint.metrics) == ("", {"loss": 1.0 / (step + 1)})
+        assert (checkpoint.world_size, checkpoint.manifest["torch"]) == (workers, torch.__version__)
+        assert files_of(checkpoint) == ["manifest.json", "state.pt"]
+
+
+def test_again_for_the_same_step_by_one_rank_only():
+    """The emergency of rank 0, at a step whose checkpoint may have been written by rank 1."""
+
+    def train():
+        distsdk.report({"a": 1}, step=4, checkpoint={"content": "usual"})
+        distsdk.all_reduce(0.0)
+        if rank() == 0:
+            time.sleep(0.3)
+            distsdk.report({}, step=4, checkpoint={"content": "emergency"})
+
+    for _ in range(3):
+        assert on(2, train)().checkpoint.load() == {"content": "emergency"}
+
+
+def test_what_each_rank_has_for_itself():
+    def train():
+        for step in range(2):
+            mine = per_rank({"rank": rank(), "noise": torch.full((3,), float(rank()))})
+            distsdk.report({}, step=step, checkpoint={"model": nn.Linear(2, 1), "mine": mine, "step": step})
+            time.sleep(0.2 * rank())
+
+    result = on(3, train)()
+    checkpoint = result.checkpoint
+    assert files_of(checkpoint) == ["manifest.json", "rank-0.pt", "rank-1.pt", "rank-2.pt", "state.pt"]
+    assert [checkpoint.load(rank=rank)["mine"]["rank"] for rank in range(3)] == [0, 1, 2]
+    assert checkpoint.load()["mine"]["noise"].tolist() == [0.0] * 3
+    assert sorted(checkpoint.load(rank=3)) == ["model", "step"]  # there were fewer
+
+    def resumed():
+        state = distsdk.get_checkpoint().load()
+        return state["step"], state.get("mine", {}).get("rank")
+
+    assert on(4, resumed, resume_from=result)().values == [(1, 0), (1, 1), (1, 2), (1, None)]
+    assert [path for path in os.listdir(Path(result.path, "checkpoints")) if path.startswith(".")] == []
+
+
+def test_a_part_that_never_comes():
+    def train():
+        saving.PARTS_S = 0.3
+        state = {"mine": per_rank(rank()), "epoch": 1}
+        distsdk.report({}, step=0, checkpoint=state)
+        distsdk.report({}, step=1, checkpoint=state if rank() == 0 else None)
+
+    with pytest.raises(CheckpointError, match="step-000001 was not written: rank 1 did not report it in time.*all ran"):
+        on(2, train)()
+    assert [checkpoint.step for checkpoint in last_result().checkpoints] == [0]
+
+
+def test_a_part_that_cannot_be_written():
+    def train():
+        value = torch.ones(1) if rank() == 0 else (lambda: 0)
+        if rank() == 1:
+            time.sleep(0.2)  # the other one is the writer
+        distsdk.report({}, checkpoint={"mine": per_rank(value)})
+
+    with pytest.raises(CheckpointError, match="part of checkpoint step-000000|rank 1 could not write its part"):
+        on(2, train)()
+    assert last_result().checkpoints == []
+
+
+def test_what_each_rank_has_is_not_deeper():
+    def train():
+        distsdk.report({}, checkpoint={"deep": [per_rank(1)]})
+
+    with pytest.raises(UsageError, match=r"per_rank\(...\) has to be a value of the checkpoint's mapping itself"):
+        on(1, train)()
+
+
+# What
+
+
+def test_it_is_saved_as_it_was_when_it_was_reported():
+    def train():
+        model, array, numbers = nn.Linear(500, 500), np.zeros(1000), [0]
+        for step in range(5):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            array[:], numbers[0] = step, step
+            distsdk.report({}, step=step, checkpoint={"model": model, "array": array, "numbers": numbers})
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            array[:], numbers[0] = -1, -1
+
+    for step, checkpoint in enumerate(on(1, train, keep_checkpoints=None)().checkpoints):
+        state = checkpoint.load()
+        assert (state["model"]["weight"] == step).all() and (state["array"] == step).all()
+        assert state["numbers"] == [step]
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path):
+    def train():
+        folder = Path(f"from-{rank()}")
+        (folder / "deep" / "größe").mkdir(parents=True)
+        (folder / "deep" / "größe" / "data.bin").write_bytes(bytes(range(256)))
+        (folder / "link").symlink_to("deep")
+        (folder / "empty").mkdir()
+        distsdk.report({"loss": 0.5}, step=7, checkpoint=folder)
+        shutil.rmtree(folder)
+
+    result = on(2, train)()
+    assert result.checkpoint.step == 7 and result.checkpoint.verify() == ""
+    with result.checkpoint.as_directory() as folder:
+        assert (folder / "deep" / "größe" / "data.bin").read_bytes() == bytes(range(256))
+        assert (folder / "link").readlink() == Path("deep") and (folder / "empty").is_dir()
+    with pytest.raises(CheckpointError, match="holds files, not a state: read them in as_directory"):
+        result.checkpoint.load()
+    assert [name for name in os.listdir(Path(result.path, "checkpoints")) if name.startswith(".")] == []
+
+
+def test_as_a_directory_of_a_state():
+    result = on(1, lambda: distsdk.report({}, checkpoint={"a": 1}))()
+    with result.checkpoint.as_directory() as folder:
+        assert sorted(os.listdir(folder)) == ["manifest.json", "state.pt"]
+
+
+class Pretrained(nn.Linear):
+    """As in transformers."""
+
+    def save_pretrained(self, folder, state_dict=None):
+        os.mkdir(folder)
+        torch.save(self.state_dict() if state_dict is None else state_dict, Path(folder, "weights.bin"))
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        os.mkdir(folder)
+        Path(folder, "words.txt").write_text("one two")
+
+
+def test_what_saves_itself():
+    def train():
+        model = Pretrained(2, 1)
+        nn.init.ones_(model.weight)
+        distsdk.report({}, checkpoint={"model": model, "tokenizer": Tokenizer()})
+        nn.init.zeros_(model.weight)
+
+    checkpoint = on(2, train)().checkpoint
+    assert files_of(checkpoint) == ["manifest.json", "model/weights.bin", "state.pt", "tokenizer/words.txt"]
+    assert sorted(checkpoint.load()) == ["model"]
+    for state in (checkpoint.load()["model"], torch.load(Path(checkpoint.path, "model", "weights.bin"))):
+        assert state["weight"].tolist() == [[1.0, 1.0]]
+
+
+class Broken:
+    def save_pretrained(self, folder):
+        raise OSError(5, "the disk is on fire")
+
+
+class Custom:
+    pass
+
+
+def test_what_cannot_be_saved_is_named():
+    def train(what):
+        distsdk.report({}, checkpoint={"fine": 1, "bad": [threading.Lock()] if what == "lock" else lambda: 1})
+
+    with pytest.raises(UsageError, match="'bad' is, or holds, something that cannot be saved.*lock"):
+        on(1, train)("lock")
+    with pytest.raises(CheckpointError, match="step-000000 could not be written.*lambda"):
+        on(1, train)("lambda")
+    assert last_result().checkpoints == []
+
+
+# Errors
+
+
+def test_an_error_is_raised_at_the_next_report():
+    def train():
+        distsdk.report({}, step=0, checkpoint={"a": 1})
+        distsdk.report({}, step=1, checkpoint={"broken": Broken()})
+        for step in range(2, 3000):
+            distsdk.report({"step": step}, step=step)
+            time.sleep(0.01)
+
+    with pytest.raises(
+        CheckpointError, match="checkpoint step-000001 could not be written to .*the disk is on fire"
+    ) as c:
+        on(1, train)()
+    assert "distsdk.report(" in "".join(c.value.__notes__) or c.value.__cause__ is not None
+    assert [checkpoint.step for checkpoint in c.value.result.checkpoints] == [0]
+    assert os.listdir(Path(c.value.result.path, "checkpoints")) == ["step-000000"]
+
+
+def test_an_error_is_raised_at_the_end_at_the_latest():
+    with pytest.raises(CheckpointError, match="the disk is on fire"):
+        on(2, lambda: distsdk.report({}, checkpoint={"broken": Broken()}))()
+
+
+def test_an_error_that_is_caught_ends_nothing():
+    def train():
+        distsdk.report({}, step=0, checkpoint={"broken": Broken()})
+        try:
+            distsdk.report({}, step=1, checkpoint={"a": 1})
+        except CheckpointError:
+            distsdk.report({}, step=2, checkpoint={"a": 2})
+            return "caught"
+
+    result = on(1, train)()
+    assert (result.value, result.checkpoint.load()) == ("caught", {"a": 2})
+
+
+def test_the_functions_own_error_goes_first(capfd):
+    def train():
+        distsdk.report({}, checkpoint={"broken": Broken()})
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        on(1, train)()
+    assert "the disk is on fire" in capfd.readouterr().err
+
+
+def test_of_a_run_that_is_killed_the_one_before_stays():
+    def train():
+        for step in range(3):
+            distsdk.report({}, step=step, checkpoint={"step": step})
+
+    with faults.kill(rank=1, during="checkpoint", at_step=1), pytest.raises(WorkerDied) as caught:
+        on(2, lambda: train() if rank() == 1 else None)()
+    assert caught.value.result.checkpoint.load() == {"step": 0}
+    assert os.listdir(Path(caught.value.result.path, "checkpoints")) == ["step-000000"]
+
+
+# When the function is left
+
+
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]])
+def test_an_emergency(who):
+    def train():
+        i = -1
+        try:
+            for i in range(5):
+                distsdk.report({"i": i}, checkpoint={"i": i, "usual": True})
+                if i == 3:
+                    raise RuntimeError("loss is nan")
+        except RuntimeError:
+            if rank() in who:
+                distsdk.report({}, checkpoint={"i": i, "large": torch.ones(1_000_000)})
+            raise
+
+    with pytest.raises(RuntimeError, match="loss is nan") as caught:
+        on(2, train)()
+    assert caught.value.result.checkpoint.load()["i"] == 3
+
+
+def test_a_stop():
+    def train():
+        model = nn.Linear(1, 1)
+        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), 0
+        try:
+            while True:
+                step += 1
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if step == 3 and rank() == 1:
+                    distsdk.stop_all("enough")
+        except StopTraining:
+            distsdk.report({}, checkpoint={"step": step, "model": model})
+            raise
+
+    result = on(2, train)()
+    assert result.status == "interrupted"
+    assert result.checkpoint.load()["step"] >= 3
+
+
+def test_the_models_are_saved_at_the_end_only_if_nobody_has_saved():
+    def train(who):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        if rank() in who:
+            distsdk.report({}, step=9, checkpoint={"mine": 1})
+        distsdk.all_reduce(0.0)
+
+    assert [sorted(checkpoint.load()) for checkpoint in on(2, train)([1]).checkpoints] == [["mine"]]
+    assert [sorted(checkpoint.load()) for checkpoint in on(2, train)([]).checkpoints] == [["model"]]
+
+
+# Loading
+
+
+def simple():
+    def train():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer, "epoch": 3, "mine": per_rank(rank())}
+        distsdk.report({"loss": 0.5}, step=12, checkpoint=state)
+        return model.state_dict()
+
+    return on(2, train)()
+
+
+def test_without_distsdk():
+    result = simple()
+    script = (
+        "import sys, torch\n"
+        "print(torch.load(sys.argv[1] + '/state.pt', weights_only=True)['model']['weight'].tolist())\n"
+        "assert not [name for name in sys.modules if 'distsdk' in name]\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, result.checkpoint.path], capture_output=True, text=True)
+    assert run.stdout.strip() == str(result.value["weight"].tolist()), run.stderr
+
+
+def test_restored_in_place():
+    result = simple()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=7.0)
+    weight = model.weight
+    rest = Checkpoint(result.checkpoint.path).restore(model=torch.nn.Module.cpu(model), optimizer=optimizer)
+    assert rest == {"epoch": 3, "mine": 0}
+    assert model.weight is weight and torch.equal(weight, result.value["weight"])
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and optimizer.state[weight]["step"] == 1
+    with pytest.raises(CheckpointError, match=r"has no 'net': it has \['epoch', 'mine', 'model', 'optimizer'\]"):
+        result.checkpoint.restore(net=model)
+
+
+def test_what_needs_trust_is_told_by_its_key():
+    def train():
+        distsdk.report(
+            {}, checkpoint={"fine": np.float64(0.5), "settings": {"deep": [Custom()]}, "array": np.arange(3)}
+        )
+
+    checkpoint = on(1, train)().checkpoint
+    with pytest.raises(CheckpointError, match=r"'settings' in checkpoint .* holds a .*Custom.*\.load\(trusted=True\)"):
+        checkpoint.load()
+    state = checkpoint.load(trusted=True)
+    assert type(state["settings"]["deep"][0]) is Custom
+    assert (state["fine"], state["array"].tolist()) == (0.5, [0, 1, 2])
+
+
+def test_a_manifest_that_hides_what_needs_trust():
+    """Who can write the manifest cannot have code run by it."""
+    checkpoint = on(1, lambda: distsdk.report({}, checkpoint={"settings": Custom()}))().checkpoint
+    place = Path(checkpoint.path, "manifest.json")
+    place.write_text(json.dumps({**json.loads(place.read_text()), "needs_trust": {}}))
+    with pytest.raises(CheckpointError, match="state.pt could not be loaded .*Custom"):
+        checkpoint.load()
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped bit": lambda folder: flip(folder / "state.pt"),
+    "cut": lambda folder: os.truncate(folder / "state.pt", 100),
+    "gone": lambda folder: (folder / "state.pt").unlink(),
+    "a rank's": lambda folder: flip(folder / "rank-0.pt"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_seen(name):
+    checkpoint = simple().checkpoint
+    assert checkpoint.verify() == ""
+    DAMAGES[name](Path(checkpoint.path))
+    assert "is missing or damaged" in checkpoint.verify()
+    with pytest.raises(CheckpointError, match=r"(state|rank-0).pt is missing or damaged"):
+        checkpoint.load()
+    with pytest.raises(CheckpointError, match="is missing or damaged"), checkpoint.as_directory():
+        pass
+
+
+def test_without_its_manifest_it_is_none():
+    result = simple()
+    checkpoint, manifest = result.checkpoint, Path(result.checkpoint.path, "manifest.json")
+    manifest.write_text(manifest.read_text()[:40])
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        checkpoint.load()
+    manifest.unlink()
+    assert "is no checkpoint" in checkpoint.verify()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in .*keep_checkpoints"):
+        checkpoint.load()
+
+
+# Keeping and resuming
+
+
+def test_the_best_and_the_last_stay():
+    def train():
+        for step, acc in enumerate([0.1, 0.9, float("nan"), 0.8, 0.3, 0.2]):
+            distsdk.report({"val/acc": acc}, step=step, checkpoint={"step": step})
+
+    result = on(2, train, keep_checkpoints=2, best="val/acc", mode="max")()
+    assert [checkpoint.load()["step"] for checkpoint in result.checkpoints] == [1, 3, 5]
+    assert result.best_checkpoint("val/acc", "max").step == 1
+    assert sorted(os.listdir(Path(result.path, "checkpoints"))) == ["step-000001", "step-000003", "step-000005"]
+
+
+def counting(last):
+    checkpoint = distsdk.get_checkpoint()
+    first = checkpoint.load()["n"] + 1 if checkpoint else 0
+    for n in range(first, last):
+        distsdk.report({"n": n}, step=n, checkpoint={"n": n})
+    return first, checkpoint.path if checkpoint else ""
+
+
+def test_on_from_another_run():
+    first = on(2, counting)(3)
+    second = on(1, counting, resume_from=first)(5)
+    assert second.value == (3, first.checkpoint.path)
+    third = on(2, counting, resume_from="latest")(6)
+    assert third.value == (5, second.checkpoint.path)
+    assert [checkpoint.step for checkpoint in third.checkpoints] == [5]
+    fourth = on(2, counting, resume_from=Path(first.path, "checkpoints", "step-000001"))(3)
+    assert fourth.value[0] == 2
+    assert json.loads(Path(fourth.path, "run.json").read_text())["options"]["resume_from"].endswith("step-000001")
+
+
+def test_a_restart_of_a_resumed_run_takes_its_own():
+    def train():
+        first, path = counting(4) if distsdk.context().attempt == 0 else counting(6)
+        return first, path
+
+    start = on(1, counting)(3)
+    with faults.kill(rank=0, at_step=2):
+        result = on(1, lambda: counting(6), resume_from=start, max_restarts=1)()
+    assert result.value[0] in (4, 5)
+    assert Path(result.value[1]).parent == Path(result.path, "checkpoints")
+    assert result.checkpoint.load() == {"n": 5}
+    with faults.kill(rank=0, at_step=1, during="report"), faults.kill(rank=0):
+        result = on(1, lambda: counting(4), resume_from=start, max_restarts=1)()
+    assert result.value == (3, start.checkpoint.path)
+
+
+def test_nothing_to_resume_from_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(UsageError, match="resume_from: there is no checkpoint"):
+        on(2, counting, resume_from=tmp_path)(1)
+    assert not Path("distsdk_runs").exists()
+    assert on(1, counting, resume_from="latest")(1).value == (0, "")
+
+
+def test_in_the_callers_own_process():
+    result = on(2, counting).local(3)
+    assert [checkpoint.step for checkpoint in result.checkpoints] == [1, 2]
+    again = on(2, counting, resume_from=result).local(4)
+    assert again.value == (3, result.checkpoint.path)
+    with pytest.raises(CheckpointError, match="the disk is on fire"):
+        on(1, lambda: distsdk.report({}, checkpoint={"broken": Broken()})).local()
