@@ -48,6 +48,7 @@ PUBLIC = [
     "pool",
     "prepare",
     "report",
+    "resumable",
     "stop_all",
     "weight",
 ]
