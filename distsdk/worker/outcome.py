@@ -37,7 +37,7 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
         type_name=type(error).__qualname__,
         message=cut(safe_text(error)),
         traceback=cut(text),
-        where=_where(trace) if _users_frames(trace) else _where_of_first(error),
+        where=_place_of(error),
         exception=_parcel_of(error, pack, unpack),
         bases=[base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins" and base is not object],
         blames_peer=blames_peer(error),
@@ -128,9 +128,9 @@ def _users_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     return [frame for frame in traceback.extract_tb(trace) if is_users_file(frame.filename)]
 
 
-def _where_of_first(error: BaseException) -> str:
-    """Of an exception that came up outside of the user's code, while another was on its way out of it (a signal's
-    handler may raise at any time): where that was."""
+def _place_of(error: BaseException) -> str:
+    """Where it came up in the user's code; of one that came up elsewhere while another was on its way out (a signal's
+    handler may raise at any time), where that one did."""
     traces = [link.__traceback__ for link in _chain(error)]
     return next((_where(trace) for trace in traces if _users_frames(trace)), _where(error.__traceback__))
 
