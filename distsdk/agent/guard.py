@@ -50,10 +50,10 @@ def _be_guard(heard: socket.socket, agent_pid: int) -> NoReturn:
         nothing = os.open(os.devnull, os.O_WRONLY)
         mine = take_descriptors(heard.fileno(), nothing, nothing)
         left = _left_by_agent(socket.socket(fileno=mine))
+        for run_id in set(left.values()):
+            kill_marked(run_id)  # first: while all live it is known whose shared files are to be removed
         for worker_pid in left:
             kill_group(worker_pid)
-        for run_id in set(left.values()):
-            kill_marked(run_id)
         sweep_socket_folders(agent_pid, os.environ.get("TMPDIR", ""))
     finally:
         os._exit(0)
