@@ -22,6 +22,13 @@ import distsdk
 RESTARTED = ("deaths", "lost_nodes", "errors", "hangs")
 
 
+def put(place: Path, text: str) -> None:
+    """A file that is whole as soon as it is there: another process waits for it."""
+    new = place.with_name(f".{place.name}")
+    new.write_text(text)
+    new.rename(place)
+
+
 def main() -> None:
     """Until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -83,7 +90,7 @@ def called(plan: Plan, folder: Path):
         grace_s=GRACE_S, run_dir=str(folder / "run"), logs="none", trackers=(),
         stall_timeout=STALL_S if waits else 600.0, timeout=TIMEOUT_S if plan.fault == "timeout" else None,
     )  # fmt: skip
-    (folder / "called").write_text(f"{time.monotonic()!r} {os.getpid()}")
+    put(folder / "called", f"{time.monotonic()!r} {os.getpid()}")
     if plan.fault not in ("cancel", "stop"):
         return call(plan, str(folder))
     job = call.submit(plan, str(folder))
@@ -129,7 +136,7 @@ def request(plan: Plan, folder: Path, job: distsdk.Job) -> None:
     time.sleep(plan.delay_s)
     if job.done():
         return
-    (folder / "hit-0").write_text(f"{time.monotonic()!r} 0")
+    put(folder / "hit-0", f"{time.monotonic()!r} 0")
     if plan.fault == "cancel":
         job.cancel()
     else:

@@ -98,21 +98,23 @@ class Family:
         self._seen |= {(pid, parents[pid][1]) for pid in below if pid in parents}
 
     def left(self) -> dict[int, str]:
-        """Who is there and should not be: all but a living driver with its warm agent and forkserver."""
+        """Who is there and should not be: all but a living driver with its warm agent, guard and forkserver."""
         now = processes()
         seen = {pid for pid, born in self._seen if pid in now and now[pid][1] == born}
         family = seen | {pid for pid in tagged(self._driver.tag) if pid in now}
-        warm = self._warm(now) if self._driver.process.poll() is None else set()
+        warm = self._warm() if self._driver.process.poll() is None else set()
         return {pid: command_of(pid) for pid in family - warm}
 
-    def _warm(self, now: Processes) -> set[int]:
-        agent, server = self.agent(), self.forkserver()
-        return {self._driver.process.pid, *[pid for pid in (agent, server) if pid is not None]}
+    def _warm(self) -> set[int]:
+        agent = self.agent()
+        guard = None if agent is None else self._child(agent, "distsdk.agent")
+        warm = (self._driver.process.pid, agent, guard, self.forkserver())
+        return {pid for pid in warm if pid is not None}
 
     def descriptors_left(self) -> str:
         """Which of the processes that stay has more descriptors than after its first run, in words."""
         found, first = [], self._driver.num_files
-        for pid in self._warm(processes()):
+        for pid in self._warm():
             with contextlib.suppress(OSError):
                 now = len(os.listdir(f"/proc/{pid}/fd"))
                 if now > first.setdefault(pid, now) + SPARE_FILES:

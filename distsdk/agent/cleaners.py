@@ -2,7 +2,7 @@
 
 Some are removed by processes whose task that is: multiprocessing's resource_tracker, when the last one who uses its
 pipe is gone; so it gets a moment before it is killed with the rest. torch's torch_shm_manager (sharing strategy
-"file_system") waits two seconds, which is too long; what it would remove is removed here.
+"file_system") waits two seconds, which is too long; what it would remove is removed here, if who made it is known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from distsdk.agent.processes import children_of, command_of, descendants_of, is_gone, read_or_nothing
@@ -31,8 +32,9 @@ def let_cleaners_finish(leader: int) -> None:
         kill_before_cleaners({leader, *managers, *(pid for pid in below if _is_in_group(pid, leader))})
 
 
-def kill_before_cleaners(pids: set[int]) -> None:
-    """Kill all of these but the resource_trackers, wait for those, and remove what torch's managers would have."""
+def kill_before_cleaners(pids: set[int], gone: Collection[int] = ()) -> None:
+    """Kill all of these but the resource_trackers, wait for those, and remove what torch's managers would have: files
+    of these processes and of those that are `gone` already."""
     commands = {pid: command_of(pid) for pid in pids}
     trackers = [pid for pid, command in commands.items() if TRACKER in command]
     managers = [pid for pid, command in commands.items() if MANAGER in command]
@@ -44,7 +46,7 @@ def kill_before_cleaners(pids: set[int]) -> None:
     for pid in trackers:
         is_gone(pid, end_s - time.monotonic())
     if managers:
-        _remove_shared_files(pids)
+        _remove_shared_files(pids.union(gone))
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 

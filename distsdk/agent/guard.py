@@ -30,7 +30,7 @@ class Guard:
             _be_guard(theirs, agent_pid)
         theirs.close()
 
-    def protect_from(self, worker_pid: int, run_id: str) -> None:
+    def remember(self, worker_pid: int, run_id: str) -> None:
         """End this worker's group, and all that bears the mark of its run, should the agent be killed."""
         self._tell(f"{worker_pid} {run_id}")
 
@@ -49,9 +49,11 @@ def _be_guard(heard: socket.socket, agent_pid: int) -> NoReturn:
         show_as("distsdk-guard")
         nothing = os.open(os.devnull, os.O_WRONLY)
         mine = take_descriptors(heard.fileno(), nothing, nothing)
-        for worker_pid, run_id in _left_by_agent(socket.socket(fileno=mine)).items():
+        left = _left_by_agent(socket.socket(fileno=mine))
+        for run_id in set(left.values()):
+            kill_marked(run_id)  # first: while all live it is known whose shared files are to be removed
+        for worker_pid in left:
             kill_group(worker_pid)
-            kill_marked(run_id)
         sweep_socket_folders(agent_pid, os.environ.get("TMPDIR", ""))
     finally:
         os._exit(0)

@@ -42,6 +42,11 @@ def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def parent_of(pid: int) -> int:
+    """0 when the process is gone."""
+    return int((_stat(pid)[1:2] or ["0"])[0])
+
+
 def _stat(pid: int) -> list[str]:
     """State, parent, group, ... of a process (proc(5)); nothing when it is gone."""
     return read_or_nothing(f"/proc/{pid}/stat").rpartition(")")[2].split()

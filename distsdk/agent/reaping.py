@@ -14,9 +14,9 @@ import signal
 import time
 from collections.abc import Collection
 
-from distsdk.agent.cleaners import kill_before_cleaners, let_cleaners_finish
+from distsdk.agent.cleaners import CLEANING_S, MANAGER, kill_before_cleaners, let_cleaners_finish
 from distsdk.agent.evidence import state_of
-from distsdk.agent.processes import all_pids, children_of, is_gone, read_or_nothing
+from distsdk.agent.processes import all_pids, children_of, command_of, is_gone, parent_of, read_or_nothing
 from distsdk.wire.blackbox import box_name
 
 LIMIT_S = 1.0
@@ -41,9 +41,14 @@ def kill_worker(pid: int) -> None:
 
 def kill_marked(run_id: str) -> None:
     """Kill every process that was started by a worker of this run, which its environment says, or forked from one,
-    which its memory says: when those who would have inherited it were killed themselves."""
-    kill_before_cleaners(_marked(run_id))
-    for pid in _marked(run_id):  # what was being started meanwhile, and late cleaners
+    which its memory says: when those who would have inherited it were killed themselves.
+
+    They may have been killed while they cleaned up. So a manager of shared files whose own parent is gone is left: it
+    alone still knows the files, removes them two seconds after the last who used them has died, and ends."""
+    marked = _marked(run_id)
+    finishing = {pid for pid in marked if MANAGER in command_of(pid) and parent_of(pid) not in marked}
+    kill_before_cleaners(marked - finishing)
+    for pid in _marked(run_id) - finishing:  # what was being started meanwhile, and late cleaners
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
@@ -70,10 +75,12 @@ def collect(pid: int) -> tuple[int, int]:
 def kill_orphans(known: Collection[int]) -> None:
     """Kill and collect every child of this process that is not `known`, then the children that it leaves.
 
-    Among them may be the cleaners of a worker that has ended meanwhile."""
-    kill_before_cleaners(set(children_of(os.getpid())).difference(known))
-    end_s = time.monotonic() + LIMIT_S
-    while strangers := [pid for pid in children_of(os.getpid()) if pid not in known]:
+    Among them are the cleaners of a worker that has ended: some come only when their own parents have died."""
+    end_s = time.monotonic() + CLEANING_S + LIMIT_S
+    seen: set[int] = set()
+    while strangers := set(children_of(os.getpid())).difference(known):
+        kill_before_cleaners(strangers - seen, gone=seen)
+        seen |= strangers
         for pid in strangers:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -20,15 +20,15 @@ from distsdk.wire.loop import Loop
 from distsdk.wire.messages import Fork, Forked, Message, Ready, Reaped
 
 OnPid = Callable[[int], None]
+OnReady = Callable[[str], None]
+
+
 class OnGone(Protocol):
     """Called when a worker is gone."""
 
     def __call__(self, status: int, peak_bytes: int, reason: str = "", /) -> None:
         """Its exit code (negative: the signal), the peak of resident memory, and why it was killed, where that is
         known."""
-
-
-OnReady = Callable[[str], None]
 
 
 DYING_S = 0.2
@@ -78,7 +78,7 @@ class ExecStarter:
             close_all(descriptors)
         pidfd = os.pidfd_open(child.pid)
         self._children[pidfd] = child
-        self._guard.protect_from(child.pid, spec.run_id)
+        self._guard.remember(child.pid, spec.run_id)
         self._loop.watch(pidfd, lambda: self._reap(pidfd, on_gone))
         on_pid(child.pid)
 
@@ -154,7 +154,7 @@ class ForkStarter:
             self._tell_ready(message.problem)
         elif isinstance(message, Forked) and (ticket := self._tickets.get(message.ticket)):
             ticket.pid = message.pid
-            self._guard.protect_from(ticket.pid, ticket.run_id)
+            self._guard.remember(ticket.pid, ticket.run_id)
             ticket.on_pid(message.pid)
         elif isinstance(message, Reaped) and (ticket := self._tickets.pop(message.ticket, None)):
             self._guard.forget(ticket.pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,7 @@ def raised(error: BaseException, pack: Pack, unpack: Unpack) -> Raised | Died:
         type_name=type(error).__qualname__,
         message=cut(safe_text(error)),
         traceback=cut(text),
-        where=_where(trace),
+        where=_place_of(error),
         exception=_parcel_of(error, pack, unpack),
         bases=[base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins" and base is not object],
         blames_peer=blames_peer(error),
@@ -57,14 +57,7 @@ _LONGEST_CHAIN = 20
 def blames_peer(error: BaseException) -> bool:
     """True for an exception that only says that another rank is gone (texts of torch's gloo, NCCL and TCPStore), or was
     raised because of one, or while one was handled."""
-    link: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if link is None:
-            return False
-        if _is_peer_error(link):
-            return True
-        link = link.__cause__ or link.__context__  # `from None` hides the context, but it was there
-    return False
+    return any(map(_is_peer_error, _chain(error)))
 
 
 def _is_peer_error(error: BaseException) -> bool:
@@ -126,11 +119,31 @@ def is_users_file(file: str) -> bool:
 
 def _where(trace: TracebackType | None) -> str:
     """The innermost frame outside installed packages, else the innermost of all."""
-    frames = traceback.extract_tb(trace)
-    users = [frame for frame in frames if is_users_file(frame.filename)]
-    for frame in reversed(users or frames):
+    for frame in reversed(_users_frames(trace) or traceback.extract_tb(trace)):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
+
+
+def _users_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(trace) if is_users_file(frame.filename)]
+
+
+def _place_of(error: BaseException) -> str:
+    """Where it came up in the user's code; of one that came up elsewhere while another was on its way out (a signal's
+    handler may raise at any time), where that one did."""
+    traces = [link.__traceback__ for link in _chain(error)]
+    return next((_where(trace) for trace in traces if _users_frames(trace)), _where(error.__traceback__))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, what it was raised because of or while handling (`from None` hides the context, but it was there), and
+    so on."""
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _parcel_of(error: BaseException, pack: Pack, unpack: Unpack) -> Parcel | None:

@@ -131,12 +131,12 @@ SYS_PIDFD_GETFD = 438
 
 
 class Unguarded:
-    """There are no workers to protect from."""
+    """There are no workers to remember."""
 
-    def protect_from(self, worker_pid: int, run_id: str) -> None:
+    def remember(self, worker_pid: int, run_id: str) -> None:
         raise AssertionError("no worker was started")
 
-    forget = protect_from
+    forget = remember
 
 
 def socket_of(pid: int, number: int) -> socket.socket:

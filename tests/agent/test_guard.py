@@ -23,7 +23,7 @@ guard = Guard()
 led, marked, spared = start(), start(TORCHELASTIC_RUN_ID="run-1"), start(TORCHELASTIC_RUN_ID="run-2")
 ended, innocent = start(), start(TORCHELASTIC_RUN_ID="run-11")
 for worker, run in ((led, "run-1"), (spared, "run-2"), (ended, "run-3")):
-    guard.protect_from(worker, run)
+    guard.remember(worker, run)
 for worker in (spared, ended):
     guard.forget(worker)
 for made in ("", "0"):

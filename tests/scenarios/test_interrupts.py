@@ -229,13 +229,13 @@ def workers() -> list[int]:
     """Of the run on the pool, by rank."""
     (agent,) = distsdk.pool()
     (server,) = find(children(agent), "distsdk.agent.forkserver")
-    return find(children(server), "")
+    return sorted(find(children(server), ""), key=lambda pid: Path(f"/proc/{pid}/comm").read_text())  # "rank 0: ..."
 
 
 def test_preemption_of_one_worker_stops_all_at_the_same_step() -> None:
     job = endless.submit()
     wait_until(are_ready, "both ranks in training")
-    os.kill(workers()[0], signal.SIGTERM)
+    os.kill(job.pids()[0], signal.SIGTERM)
     result = job.result(WAIT_S)
     assert_stopped_together(result, "SIGTERM")
     assert "rank 0" in result.attempts[-1].cause

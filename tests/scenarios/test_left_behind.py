@@ -26,7 +26,7 @@ VICTIM = """
 import os, subprocess, sys, time
 import distsdk
 
-@distsdk.distributed(workers=2, gpu=False, start=sys.argv[1])
+@distsdk.distributed(workers=2, gpu=False, start=sys.argv[1], grace_s=0.5)
 def train():
     child = subprocess.Popen(["sleep", "600"])
     open(f"pids-{distsdk.context().rank}", "w").write(f"{os.getpid()} {os.getppid()} {child.pid} ")
@@ -76,7 +76,7 @@ def assert_all_gone(pids):
     assert not left
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_the_driver_is_killed(tmp_path, number, start):
     driver, _agent, pids = started_victim(tmp_path, start)

@@ -120,6 +120,11 @@ VICTIMS: dict[str, Callable[[Driver, str], list[int]]] = {
 }
 
 
+def kill_victims(it: Driver, victim: str, start: str) -> None:
+    for pid in VICTIMS[victim](it, start):  # all are looked up first
+        os.kill(pid, signal.SIGKILL)
+
+
 def assert_nothing_left(it: Driver, kill: Callable[[], None]) -> None:
     """Nothing but the driver's own innocent children: those all live. They end here."""
     it.wait_for("ready", 3)
@@ -145,12 +150,8 @@ def assert_nothing_left(it: Driver, kill: Callable[[], None]) -> None:
     ],
 )  # fmt: skip
 def test_nothing_left_when_one_is_killed(tmp_path: Path, victim: str, start: str) -> None:
-    def kill() -> None:
-        for pid in VICTIMS[victim](it, start):  # all are looked up first
-            os.kill(pid, signal.SIGKILL)
-
     with driver(tmp_path, PROGRAM, start, *PLAIN) as it:
-        assert_nothing_left(it, kill)
+        assert_nothing_left(it, lambda: kill_victims(it, victim, start))
         status, output = it.ended(within_s=10)
     assert status == (-signal.SIGKILL if "driver" in victim else 1)
     assert victim != "agent" or "AgentLost" in output
@@ -172,10 +173,11 @@ def test_nothing_left_when_the_terminal_is_closed(tmp_path: Path, start: str) ->
     ("victim", "loading"),
     [
         ("driver", ("file_system", "fork")), ("forkserver", ("file_system", "fork")),
+        ("worker", ("file_system", "fork")), ("agent and forkserver", ("file_system", "fork")),
         ("driver", ("file_descriptor", "forkserver")), ("worker", ("file_descriptor", "spawn")),
     ],
 )  # fmt: skip
 def test_no_shared_file_left_of_loaders(tmp_path: Path, victim: str, loading: tuple[str, str]) -> None:
     """Tensors are shared as named files, or locks are: files in /dev/shm that a process of their own removes."""
     with driver(tmp_path, PROGRAM, "fork", *loading) as it:
-        assert_nothing_left(it, lambda: os.kill(VICTIMS[victim](it, "fork")[0], signal.SIGKILL))
+        assert_nothing_left(it, lambda: kill_victims(it, victim, "fork"))

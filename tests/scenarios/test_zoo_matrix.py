@@ -140,13 +140,16 @@ def test_an_exception_in_the_middle_of_a_backward(start: str, creature: Creature
     assert_names_the_place(ending, 1, zoo_errors.__file__)
 
 
+TOLD_BY_TORCH = (RuntimeError, ConnectionError, EOFError)
+"""How torch tells the end of a loader process: by its handler of SIGCHLD, or by what then fails."""
+
+
 @in_both_starts([
-    Creature(zoo_errors.loses_a_loader_process, ("SIGKILL",), (RuntimeError, ConnectionError), "DataLoader"),
-    Creature(zoo_errors.loses_a_loader_process, ("SIGSEGV",), (RuntimeError, ConnectionError), "DataLoader"),
+    Creature(zoo_errors.loses_a_loader_process, ("SIGKILL",), TOLD_BY_TORCH, "DataLoader"),
+    Creature(zoo_errors.loses_a_loader_process, ("SIGSEGV",), TOLD_BY_TORCH, "DataLoader"),
     Creature(zoo_errors.loses_a_loader_process, ("raise",), KeyError, "__getitem__"),
 ])  # fmt: skip
 def test_the_end_of_a_loader_process(start: str, creature: Creature) -> None:
-    """torch itself tells its death in one of two ways."""
     ending = ended(on_two_with(start=start)(creature.call), *creature.args, within_s=within(start))
     assert isinstance(ending.error, creature.error)
     assert creature.words in all_words_of(ending)
