@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from dataclasses import replace
 from functools import partial
 
 from distsdk.agent.starters import Starter
 from distsdk.agent.worker_link import WorkerLink
+from distsdk.wire.blackbox import AWAITING_PARTS
 from distsdk.wire.channel import Channel, ChannelClosed, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import FINAL_S, Failed, Inspect, Launch, Message, Release, Stop
@@ -18,6 +20,9 @@ EXIT_GRACE_S = 5.0
 INTERRUPT_S, LAST_WORDS_S = 0.3, 1.0
 """When the driver is gone, workers get a SIGTERM, after so long a SIGINT (that is, KeyboardInterrupt), and are killed
 after so long."""
+LOOK_S, PARTS_S = 0.01, 0.3
+"""How often it is looked whether a spared worker has saved its checkpoint; how long one is spared that only waits for
+other ranks' parts: those may be dead."""
 
 
 class NodeRun:
@@ -91,11 +96,21 @@ class NodeRun:
     def _stop(self, stop: Stop) -> None:
         if stop.grace_s <= 0:
             self._is_told = True
-            self.kill()
+            self._kill_when_done(stop, time.monotonic())
         else:
             self._to_workers(stop)
             self._loop.later(stop.grace_s, partial(self._signal, signal.SIGINT))
             self._loop.later(stop.grace_s + FINAL_S, self.kill)
+
+    def _kill_when_done(self, stop: Stop, since_s: float) -> None:
+        """Kill all but those that the stop spares, and these as soon as it spares them no longer."""
+        passed_s = time.monotonic() - since_s
+        spared = [worker for worker in self._workers if passed_s < _spared_s(worker, stop)]
+        for worker in self._workers:
+            if worker not in spared:
+                worker.kill()
+        if spared:
+            self._loop.later(LOOK_S, partial(self._kill_when_done, stop, since_s))
 
     def _to_workers(self, message: Message) -> None:
         for worker in self._workers:
@@ -140,3 +155,10 @@ class NodeRun:
     def _end_if_over(self) -> None:
         if self.is_over:
             self._on_over()
+
+
+def _spared_s(worker: WorkerLink, stop: Stop) -> float:
+    """How long after the stop this worker, as it is now, may live."""
+    if worker.saving:
+        return min(stop.saving_s, PARTS_S) if worker.saving == AWAITING_PARTS else stop.saving_s
+    return stop.running_s if stop.running_s and worker.is_running else 0.0

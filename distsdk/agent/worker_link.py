@@ -18,7 +18,7 @@ from distsdk.agent.reaping import kill_worker
 from distsdk.agent.sockets import new_socket_folder, remove_socket_folder
 from distsdk.agent.starters import Starter
 from distsdk.spec import WorkerSpec
-from distsdk.wire.blackbox import STACK_SIGNAL, new_box, read_progress, read_stack, rewind_stack
+from distsdk.wire.blackbox import STACK_SIGNAL, new_box, read_progress, read_saving, read_stack, rewind_stack
 from distsdk.wire.channel import ChannelClosed, channel_pair, close_all
 from distsdk.wire.loop import Loop
 from distsdk.wire.messages import (
@@ -74,6 +74,16 @@ class WorkerLink:
     def rank(self) -> int:
         """Its rank."""
         return self.spec.place.rank
+
+    @property
+    def saving(self) -> int:
+        """Whether it is saving a checkpoint: SAVING, AWAITING_PARTS or 0."""
+        return 0 if self.is_gone or self._box < 0 else read_saving(self._box)
+
+    @property
+    def is_running(self) -> bool:
+        """True when its main thread computes, or would if a processor were free, and its function has not ended."""
+        return not self.has_outcome and bool(self.pid) and state_of(self.pid)[0] == "R"
 
     def start(
         self, starter: Starter, payload: Parcel, attached: list[int], on_gone: Callable[[], None]

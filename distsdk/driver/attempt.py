@@ -259,7 +259,7 @@ class Attempt:
         self._tell(Release())
 
     def _stop(self, command: StopWorkers) -> None:
-        self._tell(Stop(command.grace_s, command.reason))
+        self._tell(Stop(command.grace_s, command.reason, command.saving_s, command.running_s))
 
     def _after(self, command: After) -> None:
         self._loop.later(command.delay_s, lambda: self._feed(command.event))

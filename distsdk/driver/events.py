@@ -89,10 +89,13 @@ class ReleaseWorkers:
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """Stop at a step boundary, interrupted after grace_s and killed soon after; 0: killed now."""
+    """Stop at a step boundary, interrupted after grace_s and killed soon after; 0: killed now, but those that are
+    saving a checkpoint at most saving_s later, and those that compute at most running_s later."""
 
     grace_s: float
     reason: str = ""
+    saving_s: float = 0.0
+    running_s: float = 0.0
 
 
 @dataclass(frozen=True)

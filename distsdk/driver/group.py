@@ -47,6 +47,10 @@ PROMPT_S = 0.02
 """After an error that is nobody else's fault, how long to listen for an earlier one still under way."""
 KILL_S = 10.0
 """Killed processes that are not gone after this long are given up."""
+SAVING_S = 5.0
+"""A rank that is saving a checkpoint when another one fails has so long for it."""
+RUNNING_S = 0.3
+"""A rank that computes when another one has raised has so long to raise the same, or to begin to save a checkpoint."""
 LATE_KILL_S = 1.0
 """Workers that the agent should have killed at the end of the grace are killed from here so much later."""
 
@@ -194,7 +198,10 @@ class WorkerGroup:
         self.verdict = self.verdict or verdict
         if not self._is_launched:
             return [Finish()]
-        return [StopWorkers(0), After(KILL_S, KillOverdue()), *self._finish_if_over()]
+        saving_s = 0.0 if verdict.kind in ("interrupted", "deadline") else SAVING_S
+        running_s = RUNNING_S if verdict.kind == "raised" else 0.0
+        stop = StopWorkers(0, "", saving_s, running_s)
+        return [stop, After(KILL_S, KillOverdue()), *self._finish_if_over()]
 
     def _on_exited(self, event: Exited) -> list[Command]:
         self.exited.add(event.rank)

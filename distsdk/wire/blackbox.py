@@ -15,6 +15,9 @@ from distsdk.wire.messages import Progress
 
 STEPS, REPORTS, BACKWARDS, BATCHES, SAVED_AT = range(5)
 """The counters, eight bytes each, in the order of `Progress`."""
+_SAVING_AT = 5
+"""The place of what `read_saving` gives, after the counters."""
+SAVING, AWAITING_PARTS = 1, 2
 PAGE_BYTES = 4096
 _NUMBERS = struct.Struct("=5Q")
 STACK_BYTES = 200_000
@@ -38,6 +41,12 @@ def new_box(run_id: str = "") -> int:
 def read_progress(descriptor: int) -> Progress:
     """What the worker has counted."""
     return Progress(*_NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0)))
+
+
+def read_saving(descriptor: int) -> int:
+    """Whether the worker is saving a checkpoint: SAVING; AWAITING_PARTS when it waits for what other ranks have of it;
+    0 when it is not."""
+    return int.from_bytes(os.pread(descriptor, 8, 8 * _SAVING_AT), sys.byteorder)
 
 
 def rewind_stack(descriptor: int) -> None:
@@ -66,6 +75,10 @@ class Counters:
     def set(self, counter: int, value: int) -> None:
         """From now on `value`."""
         self._numbers[counter] = value
+
+    def is_saving(self, how: int) -> None:
+        """For `read_saving`."""
+        self._numbers[_SAVING_AT] = how
 
     @property
     def reached(self) -> int:

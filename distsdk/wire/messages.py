@@ -135,10 +135,13 @@ FINAL_S = 2.0
 
 class Stop(Message, frozen=True):
     """Stop at the next step boundary; after `grace_s` seconds get a KeyboardInterrupt; `FINAL_S` later be killed. 0: be
-    killed now."""
+    killed now; but a worker that is saving a checkpoint, when that is done or after `saving_s`, and one that is on the
+    processor, when it waits for something or after `running_s`."""
 
     grace_s: float
     reason: str = ""
+    saving_s: float = 0.0
+    running_s: float = 0.0
 
 
 class Inspect(Message, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, 
 from distsdk.storage.commit import as_json, committed_folder, force_to_disk
 from distsdk.storage.folder import RunFolder, checkpoint_name
 from distsdk.storage.remote_checkpoints import RemoteCheckpoints
-from distsdk.wire.blackbox import Counters
+from distsdk.wire.blackbox import AWAITING_PARTS, SAVING, Counters
 from distsdk.wire.messages import Message, Saved
 from distsdk.worker.context import Context
 from distsdk.worker.staging import Staging, foreign_types
@@ -35,6 +36,8 @@ from distsdk.worker.staging import Staging, foreign_types
 PARTS_S = 60.0
 """How long the writer of a checkpoint waits for what the other ranks have for themselves."""
 LOOK_S = 0.02
+FIRST_S = 1.0
+"""How long a rank waits, once, to see whether rank 0 writes the checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Saver:
         self.has_begun.set()
         self._error: BaseException | None = None
         self._is_failing = False
+        self._is_left_to_first = context.rank > 0
         self._num_at = Counter[int]()
         """How many checkpoints this rank has reported, by step."""
 
@@ -136,7 +140,16 @@ class Saver:
 
         Raises CheckpointError when the one before could not be written, or this one's files cannot be copied.
         """
+        self._counters.is_saving(SAVING)
+        try:
+            self._begin(step, content, metrics, is_automatic)
+        finally:
+            if self._thread is None:
+                self._counters.is_saving(0)
+
+    def _begin(self, step: int, content: Any, metrics: Mapping[str, float], is_automatic: bool) -> None:
         self.wait()
+        self._counters.is_saving(SAVING)
         self.num_saved += 1
         self._num_at[step] += 1
         number = self._number(f"{step}/{self._num_at[step]}")  # again for the same step: another checkpoint
@@ -199,6 +212,7 @@ class Saver:
         if self.num_saved == 1:
             self.store.set("distsdk/saved", b"1")
         key, rank = f"distsdk/save/{what}", str(self._context.rank)
+        self._leave_to_first(key)
         if self.store.compare_set(key, "", rank).decode() == rank:
             number = int(self.store.add("distsdk/checkpoints", 1))
             self.store.set(f"{key}/numbered", b"1")
@@ -206,6 +220,14 @@ class Saver:
         while not self.store.check([f"{key}/numbered"]):  # else what this rank saves next might come before
             time.sleep(LOOK_S / 20)
         return 0
+
+    def _leave_to_first(self, key: str) -> None:
+        """Give rank 0 a moment to be the one that writes, so that one rank alone needs memory for copies; but once only
+        if it does not come, and not when this rank has failed, which others need not know."""
+        end_s = time.monotonic() + FIRST_S
+        while self._is_left_to_first and not self.store.check([key]):
+            self._is_left_to_first = time.monotonic() < end_s and sys.exc_info()[0] is None
+            time.sleep(LOOK_S / 20)
 
     def _wait_for_turn(self, work: Work) -> None:
         """Until the checkpoint before, of whichever rank, is committed or has failed."""
@@ -241,6 +263,7 @@ class Saver:
             self._error = error
         finally:
             self._let_next(work)
+            self._counters.is_saving(0)
             self.has_begun.set()
 
     def _commit(self, work: Work) -> None:
@@ -270,7 +293,9 @@ class Saver:
             _save_pretrained(thing, staging / name, work.common.get(name))
         if work.own:
             _save(work.own, staging / rank_file(self._context.rank))
+            self._counters.is_saving(AWAITING_PARTS)
             self._take_parts(staging, work)
+            self._counters.is_saving(SAVING)
         with _going_to_disk(staging):
             files = described_folder(staging)
         manifest = {

@@ -27,7 +27,7 @@ from distsdk.driver.events import (
     StopWorkers,
     Verdict,
 )
-from distsdk.driver.group import EVIDENCE_S, KILL_S, LATE_EVIDENCE_S, PROMPT_S, WorkerGroup
+from distsdk.driver.group import EVIDENCE_S, KILL_S, LATE_EVIDENCE_S, PROMPT_S, RUNNING_S, SAVING_S, WorkerGroup
 from distsdk.driver.watch import EVERY_S, SOON_S, Watch
 from distsdk.spec import NodeInfo
 from distsdk.wire.messages import (
@@ -57,7 +57,10 @@ EXITED = Died(3, None)
 OUT_OF_MEMORY = Died(None, "SIGKILL", "the kernel killed it because memory ran out")
 ERROR = Raised("ValueError", "bad", "", "", None)
 PEER_ERROR = Raised("RuntimeError", "Connection closed by peer", "", "", None, blames_peer=True)
-KILL = [StopWorkers(0), After(KILL_S, KillOverdue())]
+KILL = [StopWorkers(0, "", SAVING_S), After(KILL_S, KillOverdue())]
+KILL_AFTER_ERROR = [StopWorkers(0, "", SAVING_S, RUNNING_S), After(KILL_S, KillOverdue())]
+KILL_AT_ONCE = [StopWorkers(0), After(KILL_S, KillOverdue())]
+"""Also what is being saved."""
 RELEASE = [ReleaseWorkers(), After(KILL_S, KillOverdue())]
 
 
@@ -133,9 +136,9 @@ def test_an_error_is_waited_on_then_judged(outcome: Outcome, wait_s: float) -> N
     assert group.verdict is None
     if outcome == PEER_ERROR:  # whose end was it?
         assert group.on(EvidenceComplete()) == [Look(is_deep=False)]
-        assert group.on(Looked({0: Inspected(0, 0, 1, state="S", pid=7)}, False, 1.0)) == KILL
+        assert group.on(Looked({0: Inspected(0, 0, 1, state="S", pid=7)}, False, 1.0)) == KILL_AFTER_ERROR
     else:
-        assert group.on(EvidenceComplete()) == KILL
+        assert group.on(EvidenceComplete()) == KILL_AFTER_ERROR
     assert group.verdict == Verdict("raised", 1)
     assert fed(group, exited(1), ended(0, KILLED)) == []
     assert group.on(exited(0)) == [Finish()]
@@ -201,7 +204,7 @@ def test_evidence_is_asked_for_once() -> None:
 
 def test_a_return_then_a_failure() -> None:
     group = running()
-    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == [After(SOON_S, LookDue(2)), *KILL]
+    assert fed(group, ended(0, RETURNED), ended(1, ERROR)) == [After(SOON_S, LookDue(2)), *KILL_AFTER_ERROR]
     assert group.verdict == Verdict("raised", 1)
 
 

@@ -18,6 +18,7 @@ from distsdk.driver.events import (
 from distsdk.driver.watch import EVERY_S, SOON_S
 from tests.driver.test_group import (
     KILL,
+    KILL_AT_ONCE,
     KILLED,
     RELEASE,
     RETURNED,
@@ -138,7 +139,7 @@ def test_deadline_waits_for_one_deep_look_and_kills() -> None:
     group = running()
     assert group.on(DeadlinePassed()) == [Look(is_deep=True, by_signal=True)]
     assert group.verdict is None
-    assert group.on(deep(busy(0), busy(1))) == KILL
+    assert group.on(deep(busy(0), busy(1))) == KILL_AT_ONCE
     assert group.verdict == Verdict("deadline")
     assert group.scene is not None and set(group.scene.seen) == {0, 1}
 
@@ -146,8 +147,8 @@ def test_deadline_waits_for_one_deep_look_and_kills() -> None:
 def test_deadline_is_not_satisfied_with_a_look_at_the_surface() -> None:
     group = running()
     group.on(DeadlinePassed())
-    assert KILL[0] not in group.on(shallow(busy(0), busy(1)))
-    assert group.on(deep()) == KILL  # nobody has answered in time
+    assert KILL_AT_ONCE[0] not in group.on(shallow(busy(0), busy(1)))
+    assert group.on(deep()) == KILL_AT_ONCE  # nobody has answered in time
     assert group.verdict == Verdict("deadline")
 
 

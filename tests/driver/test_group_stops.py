@@ -10,7 +10,7 @@ from distsdk.wire.messages import FINAL_S, Died, Outcome, StopAsked
 from tests.driver.test_group import (
     ERROR,
     EXITED,
-    KILL,
+    KILL_AT_ONCE,
     KILLED,
     OUT_OF_MEMORY,
     PEER_ERROR,
@@ -63,7 +63,7 @@ def test_a_second_stop_is_passed_on_and_the_first_reason_kept() -> None:
 def test_stop_after_grace_kills() -> None:
     group = running()
     group.on(StopRequested(5.0))
-    assert group.on(StopRequested(0)) == KILL
+    assert group.on(StopRequested(0)) == KILL_AT_ONCE
     assert group.verdict == Verdict("interrupted")
     assert fed(group, ended(0, KILLED), exited(0), ended(1, KILLED), exited(1)) == [Finish()]
     assert group.verdict == Verdict("interrupted")
@@ -83,7 +83,7 @@ def test_what_a_stop_does_to_ranks_is_an_interruption(outcomes: dict[int, Outcom
 
 def test_kill_at_once() -> None:
     group = running()
-    assert group.on(StopRequested(0)) == KILL
+    assert group.on(StopRequested(0)) == KILL_AT_ONCE
     assert group.verdict == Verdict("interrupted")
 
 
@@ -116,7 +116,7 @@ def test_kill_of_a_run_that_is_leaving() -> None:
     """A worker whose exit function hangs, and a user who does not want to wait."""
     group = running()
     fed(group, ended(0, RETURNED), ended(1, RETURNED))
-    assert group.on(StopRequested(0)) == KILL
+    assert group.on(StopRequested(0)) == KILL_AT_ONCE
     assert group.verdict == Verdict("completed")
 
 

@@ -201,7 +201,6 @@ def test_resumed_with_another_number_of_workers() -> None:
     assert all(math.isfinite(number) for row in c.values[0][3] for number in row)
 
 
-@pytest.mark.xfail(strict=False, reason="ranks are killed 20 ms after another has raised, also those that save")
 def test_an_emergency_checkpoint_in_an_except_block() -> None:
     @on_two
     def train() -> None:

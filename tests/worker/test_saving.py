@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from distsdk import (
     last_result,
     per_rank,
 )
+from distsdk.driver import group
 from distsdk.testing import faults
 from distsdk.worker import saving
 
@@ -304,6 +306,59 @@ def test_an_emergency(who):
     with pytest.raises(RuntimeError, match="loss is nan") as caught:
         on(2, train)()
     assert caught.value.result.checkpoint.load()["i"] == 3
+
+
+class Slow:
+    def save_pretrained(self, folder):
+        time.sleep(0.7)
+        os.mkdir(folder)
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_what_is_being_saved_when_another_rank_fails(how):
+    def train():
+        if rank() == 0:
+            distsdk.report({}, checkpoint={"a": 1, "slow": Slow()})
+            time.sleep(600)
+        time.sleep(0.2)
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError if how == "raises" else WorkerDied) as caught:
+        on(2, train)()
+    assert caught.value.result.checkpoint.load() == {"a": 1}
+
+
+def test_nothing_is_waited_for_that_cannot_come_any_more():
+    def train():
+        if rank() == 0:
+            distsdk.report({}, checkpoint={"mine": per_rank(1)})
+            time.sleep(600)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        on(2, train)()
+    assert (caught.value.result.checkpoints, time.monotonic() - start < group.SAVING_S) == ([], True)
+
+
+def test_one_rank_alone_needs_memory_for_copies():
+    def train():
+        weights = torch.ones(30_000_000)
+        before = memory()
+        for step in range(3):
+            distsdk.report({}, step=step, checkpoint={"weights": weights})
+            distsdk.all_reduce(0.0)
+        return memory() - before > 60_000_000
+
+    assert on(3, train)().values == [True, False, False]
+
+
+def memory():
+    """Bytes of this process that are resident."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_stop():
