@@ -214,7 +214,8 @@ class Worker:
         spec, equipment = self.spec, self.equipment
         check_torch(spec)
         seed_everything(spec.seed)
-        self._store = equipment.saver.store = join_group(spec, descriptors)
+        self._store = join_group(spec, descriptors)
+        equipment.saver.join(self._store)
         with equipment.in_place():
             fn, args, kwargs = self._loaded(payload, descriptors)
             handed = values_of(fn, args, kwargs)

@@ -28,8 +28,8 @@ class Staging:
         """`state` with every tensor copied into memory of the CPU, and everything else by value."""
         copying = _Copying(self._blocks, state)
         copied = copying.copied(state)
-        if copying.has_read_gpu:
-            torch.cuda.current_stream().synchronize()
+        for gpu in copying.gpus_read:
+            torch.cuda.current_stream(gpu).synchronize()
         self._blocks = copying.used
         return copied
 
@@ -39,7 +39,7 @@ class _Copying:
 
     def __init__(self, blocks: list[torch.Tensor], state: Any) -> None:
         self.used: list[torch.Tensor] = []
-        self.has_read_gpu = False
+        self.gpus_read: set[torch.device] = set()
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         for block in blocks:
             self._free.setdefault((block.nbytes, block.is_pinned()), []).append(block)
@@ -83,7 +83,8 @@ class _Copying:
 
     def _block(self, num_bytes: int, source: torch.device) -> torch.Tensor:
         is_gpu = source.type == "cuda"
-        self.has_read_gpu |= is_gpu
+        if is_gpu:
+            self.gpus_read.add(source)
         free = self._free.get((num_bytes, is_gpu), [])
         block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         self.used.append(block)

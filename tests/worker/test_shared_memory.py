@@ -30,7 +30,7 @@ def averages(rounds):
     from distsdk.worker.shared_memory import SharedMemory
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    memory = SharedMemory(rank, world_size, current()._agreed)
+    memory = SharedMemory(rank, world_size, current().agreed)
     assert memory.is_usable
     sizes, late = random.Random(1), random.Random(rank)
     for round_ in range(rounds):
