@@ -24,6 +24,8 @@ from torch import nn
 import distsdk
 from distsdk import Checkpoint, CheckpointError, Result, UsageError, distributed
 from tests.scenarios.endings import ended
+from tests.scenarios.namespaces import printed_apart
+from tests.scenarios.programs import written
 
 on_two = distributed(workers=2, gpu=False, logs="none", timeout=60)
 
@@ -108,6 +110,49 @@ def test_the_disk_is_full_while_saving() -> None:
     assert "File too large" in str(ending.error)
     assert ending.result.checkpoint.load() == {"step": 1}
     assert os.listdir(Path(ending.result.path, "checkpoints")) == ["step-000001"]
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    """A file system of its own, which is full; room is made, and training goes on from what was saved."""
+    script = """
+        import os, torch
+        from distsdk import CheckpointError, distributed, get_checkpoint, report
+
+        @distributed(workers=2, gpu=False, trackers=(), run_dir=os.path.abspath("disk/runs"))
+        def train(numbers):
+            first = get_checkpoint().load()["step"] + 1 if get_checkpoint() else 0
+            for step in range(first, 3):
+                report({"x": step}, step=step, checkpoint={"step": step, "w": torch.ones(numbers[step])})
+            return first
+
+        try:
+            train([10, 4_000_000, 10])
+        except CheckpointError as error:
+            print("No space left" in str(error), error.result.checkpoint.step, error.result.checkpoint.verify() == "")
+            print(os.listdir(error.result.path + "/checkpoints"))
+        else:
+            print("no error")
+        result = train.with_options(resume_from="latest", run_dir=os.path.abspath("disk/runs2"))([10, 10, 10])
+        print(result.value, result.checkpoint.load()["step"])
+        """
+    written(tmp_path, {"job.py": script})
+    (tmp_path / "disk").mkdir()
+    disk = f"mount -t tmpfs -o size=8m none {tmp_path / 'disk'}"
+    told = printed_apart("--mount", disk, ["job.py"], tmp_path)
+    assert told == "True 0 True\n['step-000000']\n1 2\n"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    script = """
+        from distsdk import UsageError, distributed
+        try:
+            distributed(workers=2, gpu=False, trackers=(), run_dir="disk/runs")(lambda: print("started"))()
+        except UsageError as error:
+            print("Read-only file system" in str(error) and "disk/runs" in str(error))
+        """
+    written(tmp_path, {"job.py": script})
+    (tmp_path / "disk").mkdir()
+    assert printed_apart("--mount", f"mount -t tmpfs -o ro none {tmp_path / 'disk'}", ["job.py"], tmp_path) == "True\n"
 
 
 @pytest.mark.parametrize("name", ["träin run #1 'x'", 'a "quoted" $HOME `x` \\ place', "  spaces  ", "日本/deep/er"])
