@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 MOMENTS = ("start", "first_collective", "training", "shutdown")
 """Where in its life the run is hit: anywhere before or in the function's first lines; at its first collective; at a
-random step; after its last."""
+random step; after its last. For some "training" becomes "commit": while a checkpoint is being saved."""
+COMMIT = "commit"
+STAGES = ("copied", "written", "forced", "renamed")
+"""Of saving a checkpoint: its state is copied, its files are written and forced to disk, its folder is renamed."""
 KILLS = ("kill_worker", "kill_agent", "kill_forkserver", "kill_driver")
 HANGS = ("return_early", "sleep_for_ever", "hold_gil", "sigstop")
 ERRORS = ("raise", "raise_interrupt", "sys_exit", "sys_exit_0", "os_exit", "abort")
@@ -24,8 +27,10 @@ CAN_BE_FOLLOWED = (
 ENDS_THE_DRIVER = ("kill_driver", "sigterm_driver", "sighup_driver")
 ENDLESS = ("sigint", "sigint_twice", "sigterm_worker", "sigterm_driver", "sighup_driver", "stop", "stop_all", "timeout")
 """For these the training does not end by itself, unless they come at its end."""
-_DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown": 0.015}
+_DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown": 0.015, COMMIT: 0.01}
 """What comes from outside comes up to so long after the moment."""
+COMMITS = 0.5
+"""So many of the runs that are to be hit in training are hit at "commit"."""
 STALL_S = 2.0
 GRACE_S = 0.5
 COLD_S = 40.0
@@ -64,6 +69,8 @@ class Plan:
     second_after_s: float
     neighbour: bool
     """True: another call is under way at the same time, to which nothing may happen."""
+    stage: str = ""
+    """Of moment "commit"."""
 
     @property
     def repeat(self) -> str:
@@ -98,6 +105,10 @@ def plan_of(seed: int, number: int) -> Plan:
         second_after_s=draw.random() ** 2 * 0.5,
         neighbour=draw.random() < 0.2,
     )
+    if moment == "training" and draw.random() < COMMITS:
+        plan = dataclasses.replace(
+            plan, moment=COMMIT, stage=draw.choice(STAGES), delay_s=draw.random() ** 2 * _DELAYS_S[COMMIT]
+        )
     hits_any_worker = plan.second in ("kill_worker", "sigterm_worker") or (
         plan.moment == "start" and plan.fault in ("kill_worker", "sigstop")
     )
