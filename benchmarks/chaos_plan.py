@@ -35,6 +35,8 @@ STALL_S = 2.0
 GRACE_S = 0.5
 COLD_S = 40.0
 """An interpreter that imports torch may need so long on a machine that is busy with other things."""
+SAVING_S = 5.0
+"""A rank that is saving when another fails may go on for so long."""
 TIMEOUT_S = 1.0
 
 EXIT_CODE = 7
@@ -214,6 +216,8 @@ def bound_s(plan: Plan) -> float:
         bound += COLD_S
     if plan.fault in ("sleep_for_ever", "hold_gil", "sigstop"):
         bound += STALL_S + 5.0  # a stopped worker that was released is killed after five seconds
+    if plan.moment == COMMIT:
+        bound += SAVING_S * (1 + 4 * plan.max_restarts)  # another attempt forces all of its checkpoints to disk
     if plan.is_deaf:
         bound += GRACE_S + 2.0
     return bound

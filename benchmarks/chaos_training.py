@@ -16,7 +16,7 @@ import distsdk  # and torch where it is used: the driver needs none
 
 STEPS = 20
 PATIENCE_S = 60.0
-BALLAST = 1 << 20
+BALLAST = 1 << 18
 """So many numbers are in a checkpoint whose commit is to be hit: writing them takes a moment."""
 STAGE_S = 1.0
 """A stage of saving comes within so long, or not at all: another rank has ended."""
@@ -137,6 +137,7 @@ def train(plan: Plan, folder: str) -> tuple[int, int]:
     import torch.distributed as dist
 
     life, first = Life(plan, folder), distsdk.get_checkpoint()
+    first_step = first.step if first else -1  # now: those that follow push it out
     try:
         if plan.moment == COMMIT:
             life.begin_from(first)
@@ -149,7 +150,7 @@ def train(plan: Plan, folder: str) -> tuple[int, int]:
         life.reach("shutdown")
     except ReturnEarly:
         pass
-    return distsdk.context().attempt, first.step if first else -1
+    return distsdk.context().attempt, first_step
 
 
 def steps(plan: Plan, life: Life) -> None:
