@@ -20,9 +20,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos_checkpoints import problem_of_checkpoints, stage_of
 from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, neighbour_survives, plan_of
 from chaos_training import STEPS_BESIDE
 from chaos_watch import Driver, Family, files_left, unreadable, waited_until_gone
@@ -50,6 +52,9 @@ class Report:
     orphans: str = ""
     left: str = ""
     unreadable: str = ""
+    checkpoints: str = ""
+    stages: list[str] = field(default_factory=list)
+    """How far the newest checkpoint was at each hit from outside, of moment "commit"."""
     hits: int = 0
     second_came: bool = False
     text: str = ""
@@ -58,7 +63,7 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """What is wrong, as sentences."""
-        names = ("hung", "wrong", "orphans", "left", "unreadable")
+        names = ("hung", "wrong", "orphans", "left", "unreadable", "checkpoints")
         return [f"{name}: {text}" for name in names if (text := getattr(self, name))]
 
 
@@ -74,6 +79,8 @@ class Injector:
     """When it was done."""
     second_s: float = 0.0
     """When the second event came."""
+    stages: list[str] = field(default_factory=list)
+    """See `Report`."""
     _due_s: float | None = None
     _victim: int | None = None
 
@@ -115,6 +122,8 @@ class Injector:
         now = time.monotonic()
         if pid is None:
             return
+        if self.plan.stage:
+            self.stages.append(stage_of(self.folder, self.plan.workers))
         try:
             os.kill(pid, SIGNALS[self.plan.fault])
         except ProcessLookupError:
@@ -158,7 +167,7 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
     driver.order(plan, folder)
     answer = watched(report, injector)
     hits = hits_of(plan, folder, injector) if (folder / "called").exists() else []
-    report.hits, report.second_came = len(hits), bool(injector.second_s)
+    report.hits, report.second_came, report.stages = len(hits), bool(injector.second_s), injector.stages
     if not report.hung:
         judge(report, answer, driver, is_late(plan, hits, folder))
         back_s = answer["back_s"] if answer else report.seconds
@@ -168,6 +177,7 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
         if driver.process.poll() is None:
             report.left += waited_until_gone(family.descriptors_left)
         report.unreadable = unreadable(folder, answer)
+        report.checkpoints = problem_of_checkpoints(plan, folder, answer)
     if not report.faults:
         shutil.rmtree(folder)
     report.wall_s = time.monotonic() - begun
@@ -274,9 +284,10 @@ def tell(report: Report) -> None:
     plan, seconds = report.plan, report.seconds
     shown_fault = f"{plan.fault}, {plan.second}" if plan.second else plan.fault
     shown_fault += " (beside another)" if plan.neighbour else ""
+    moment = f"{plan.moment} {plan.stage}".strip()
     shown = "" if seconds is None else f"{seconds:.3f} s"
     print(
-        f"{plan.number:4} {shown_fault:30} {plan.moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "
+        f"{plan.number:4} {shown_fault:30} {moment:16} {plan.workers} {plan.start} restarts {plan.max_restarts} "
         f"hits {report.hits}: {report.ending} {shown} (run: {report.wall_s:.1f} s)", flush=True,
     )  # fmt: skip
     for fault in report.faults:
@@ -293,6 +304,7 @@ def figures(reports: list[Report], seconds: float) -> str:
         "runs with orphans": sum(bool(report.orphans) for report in reports),
         "runs with files left": sum(bool(report.left) for report in reports),
         "unreadable histories": sum(bool(report.unreadable) for report in reports),
+        "runs with wrong checkpoints": sum(bool(report.checkpoints) for report in reports),
     }
     by_fault: dict[str, list[float]] = {}
     for report in reports:
@@ -305,6 +317,9 @@ def figures(reports: list[Report], seconds: float) -> str:
     found = ", ".join(f"{number} {name}" for name, number in counts.items())
     head = f"{len(reports)} runs in {seconds:.0f} s: {found}"
     raw = {"bench": "chaos", "runs": len(reports), "seconds": round(seconds), **counts, "s": by_fault}
+    stages = Counter(stage for report in reports for stage in report.stages)
+    if stages:
+        head += "\nhits from outside while saving: " + ", ".join(f"{stages[stage]} {stage}" for stage in sorted(stages))
     return "\n".join([head, "", *rows, "", json.dumps(raw)])
 
 

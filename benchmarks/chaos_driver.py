@@ -70,6 +70,7 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
         "status": result.status if result else "",
         "attempts": [info.cause for info in result.attempts] if result else [],
         "values": result.values if result else [],
+        "checkpoint": Path(result.checkpoint.path).name if result and result.checkpoint else "",
         "neighbour": beside,
         "changed": [name for name, value in surroundings().items() if value != before[name]],
     }

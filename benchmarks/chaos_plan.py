@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 MOMENTS = ("start", "first_collective", "training", "shutdown")
 """Where in its life the run is hit: anywhere before or in the function's first lines; at its first collective; at a
-random step; after its last."""
+random step; after its last. For some "training" becomes "commit": while a checkpoint is being saved."""
+COMMIT = "commit"
+STAGES = ("copied", "written", "forced", "renamed")
+"""Of saving a checkpoint: its state is copied, its files are written and forced to disk, its folder is renamed."""
 KILLS = ("kill_worker", "kill_agent", "kill_forkserver", "kill_driver")
 HANGS = ("return_early", "sleep_for_ever", "hold_gil", "sigstop")
 ERRORS = ("raise", "raise_interrupt", "sys_exit", "sys_exit_0", "os_exit", "abort")
@@ -24,12 +27,16 @@ CAN_BE_FOLLOWED = (
 ENDS_THE_DRIVER = ("kill_driver", "sigterm_driver", "sighup_driver")
 ENDLESS = ("sigint", "sigint_twice", "sigterm_worker", "sigterm_driver", "sighup_driver", "stop", "stop_all", "timeout")
 """For these the training does not end by itself, unless they come at its end."""
-_DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown": 0.015}
+_DELAYS_S = {"start": 0.3, "first_collective": 0.05, "training": 0.05, "shutdown": 0.015, COMMIT: 0.01}
 """What comes from outside comes up to so long after the moment."""
+COMMITS = 0.5
+"""So many of the runs that are to be hit in training are hit at "commit"."""
 STALL_S = 2.0
 GRACE_S = 0.5
 COLD_S = 40.0
 """An interpreter that imports torch may need so long on a machine that is busy with other things."""
+SAVING_S = 5.0
+"""A rank that is saving when another fails may go on for so long."""
 TIMEOUT_S = 1.0
 
 EXIT_CODE = 7
@@ -64,6 +71,8 @@ class Plan:
     second_after_s: float
     neighbour: bool
     """True: another call is under way at the same time, to which nothing may happen."""
+    stage: str = ""
+    """Of moment "commit"."""
 
     @property
     def repeat(self) -> str:
@@ -98,6 +107,10 @@ def plan_of(seed: int, number: int) -> Plan:
         second_after_s=draw.random() ** 2 * 0.5,
         neighbour=draw.random() < 0.2,
     )
+    if moment == "training" and draw.random() < COMMITS:
+        plan = dataclasses.replace(
+            plan, moment=COMMIT, stage=draw.choice(STAGES), delay_s=draw.random() ** 2 * _DELAYS_S[COMMIT]
+        )
     hits_any_worker = plan.second in ("kill_worker", "sigterm_worker") or (
         plan.moment == "start" and plan.fault in ("kill_worker", "sigstop")
     )
@@ -203,6 +216,8 @@ def bound_s(plan: Plan) -> float:
         bound += COLD_S
     if plan.fault in ("sleep_for_ever", "hold_gil", "sigstop"):
         bound += STALL_S + 5.0  # a stopped worker that was released is killed after five seconds
+    if plan.moment == COMMIT:
+        bound += SAVING_S * (1 + 4 * plan.max_restarts)  # another attempt forces all of its checkpoints to disk
     if plan.is_deaf:
         bound += GRACE_S + 2.0
     return bound

@@ -9,12 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-from chaos_plan import ENDLESS, EXIT_CODE, FROM_INSIDE, Plan
+from chaos_checkpoints import has_reached
+from chaos_plan import COMMIT, ENDLESS, EXIT_CODE, FROM_INSIDE, Plan
 
 import distsdk  # and torch where it is used: the driver needs none
 
 STEPS = 20
 PATIENCE_S = 60.0
+BALLAST = 1 << 18
+"""So many numbers are in a checkpoint whose commit is to be hit: writing them takes a moment."""
+STAGE_S = 1.0
+"""A stage of saving comes within so long, or not at all: another rank has ended."""
 
 
 class Life:
@@ -24,6 +29,7 @@ class Life:
         self._plan, self._folder = plan, Path(folder)
         context = distsdk.context()
         self._attempt, self._rank = context.attempt, context.rank
+        self._first = 0
 
     def reach(self, moment: str) -> None:
         """Say that it is there; do what was planned for it."""
@@ -37,10 +43,37 @@ class Life:
             self._tell(f"hit-{self._attempt}")
             _DEEDS[plan.fault]()
 
-    def _tell(self, name: str) -> None:
-        """A file, whole at once, of the time and the pid."""
+    def begin_from(self, checkpoint: distsdk.Checkpoint | None) -> None:
+        """Where saving at each step goes on; what is there has to be what was saved."""
+        if checkpoint is not None:
+            state, self._first = checkpoint.load(), checkpoint.step
+            if state["own"] != (self._first, self._rank) or not (state["ballast"] == self._first).all():
+                raise AssertionError(f"{checkpoint.path} has not the state of its step")
+        self._tell(f"first-{self._attempt}-{self._rank}", str(self._first))
+
+    def save(self, step: int, metrics: dict, state: dict) -> None:
+        """Report the checkpoint of the attempt's step, be hit there, and tell that it is reported."""
+        import torch
+
+        stage, number = self._plan.stage if step == self._plan.step else "", self._first + step
+        own, ballast = distsdk.per_rank((number, self._rank)), torch.full((BALLAST,), float(number))
+        if stage == "copied":
+            self.reach(COMMIT)
+        distsdk.report(metrics, step=number, checkpoint={**state, "own": own, "ballast": ballast})
+        self._tell(f"reported-{self._attempt}-{self._rank}", str(number))
+        if stage and stage != "copied":
+            self._wait_for(stage, number)
+            self.reach(COMMIT)
+
+    def _wait_for(self, stage: str, number: int) -> None:
+        end = time.monotonic() + STAGE_S
+        while not has_reached(self._folder, number, stage, self._plan.workers) and time.monotonic() < end:
+            time.sleep(0.0005)
+
+    def _tell(self, name: str, text: str = "") -> None:
+        """A file, whole at once, of `text`, else of the time and the pid."""
         new = self._folder / f"{name}.{self._rank}.new"
-        new.write_text(f"{time.monotonic()!r} {os.getpid()}")
+        new.write_text(text or f"{time.monotonic()!r} {os.getpid()}")
         new.rename(self._folder / name)
 
 
@@ -104,7 +137,10 @@ def train(plan: Plan, folder: str) -> tuple[int, int]:
     import torch.distributed as dist
 
     life, first = Life(plan, folder), distsdk.get_checkpoint()
+    first_step = first.step if first else -1  # now: those that follow push it out
     try:
+        if plan.moment == COMMIT:
+            life.begin_from(first)
         life.reach("start")
         if plan.with_children:
             start_children()
@@ -114,7 +150,7 @@ def train(plan: Plan, folder: str) -> tuple[int, int]:
         life.reach("shutdown")
     except ReturnEarly:
         pass
-    return distsdk.context().attempt, first.step if first else -1
+    return distsdk.context().attempt, first_step
 
 
 def steps(plan: Plan, life: Life) -> None:
@@ -139,8 +175,10 @@ def steps(plan: Plan, life: Life) -> None:
             loss = cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-            save = {"model": model} if step % 10 == 0 else None
-            distsdk.report({"loss": loss.item()}, checkpoint=save)
+            if plan.moment == COMMIT:
+                life.save(step, {"loss": loss.item()}, {"model": model})
+            else:
+                distsdk.report({"loss": loss.item()}, checkpoint={"model": model} if step % 10 == 0 else None)
             time.sleep(0.005)
 
 
