@@ -44,9 +44,13 @@ class Checkpoint:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Step, metrics, versions, and size and checksum of each file. Raises CheckpointError when it cannot be
-        read."""
-        return dict(self._manifest_here() if self._remote is None else self._remote_manifest)
+        """Step, metrics, versions, and size and checksum of each file; read once. Raises CheckpointError when it cannot
+        be read."""
+        return dict(self._known_manifest)
+
+    @cached_property
+    def _known_manifest(self) -> dict[str, Any]:
+        return self._manifest_here() if self._remote is None else self._remote_manifest(self._remote)
 
     def _manifest_here(self) -> dict[str, Any]:
         file = Path(self._path) / MANIFEST_FILE
@@ -60,11 +64,9 @@ class Checkpoint:
         except ValueError as error:
             raise CheckpointError(f"{file} is damaged: {error}.") from error
 
-    @cached_property
-    def _remote_manifest(self) -> dict[str, Any]:
-        assert self._remote is not None
+    def _remote_manifest(self, remote: RemoteFolder) -> dict[str, Any]:
         try:
-            found = manifest_of(self._remote)
+            found = manifest_of(remote)
         except Exception as error:
             raise self._unreachable(error) from error
         if found is None:
@@ -113,7 +115,8 @@ class Checkpoint:
         those of `rank` (None: of this one); where there were fewer workers they are missing. Raises CheckpointError
         when it is damaged, holds a class that is not allowed, or is a folder of the user's (see `as_directory`).
         """
-        manifest, rank = self.manifest, self._rank if rank is None else rank
+        manifest = self.manifest if self._remote else self._manifest_here()  # it may have been removed since
+        rank = self._rank if rank is None else rank
         if STATE_FILE not in manifest["files"]:
             raise CheckpointError(f"checkpoint {self.path} holds files, not a state: read them in as_directory().")
         names = [name for name in (STATE_FILE, rank_file(rank)) if name in manifest["files"]]
@@ -140,12 +143,13 @@ class Checkpoint:
     def restore(self, *, trusted: bool = False, **objects: Any) -> dict[str, Any]:
         """Load the state into `objects` (``model=model, optimizer=optimizer``), in place; returns the other values.
 
-        Raises CheckpointError as `load` does, and when there is no value of such a name.
+        Raises CheckpointError as `load` does, and when there is no value of such a name: then nothing is restored.
         """
         state = self.load(trusted=trusted)
-        for name, thing in objects.items():
+        for name in objects:
             if name not in state:
                 raise CheckpointError(f"checkpoint {self.path} has no {name!r}: it has {sorted(state)}.")
+        for name, thing in objects.items():
             bare_model(thing).load_state_dict(state.pop(name))
         return state
 
