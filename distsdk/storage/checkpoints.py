@@ -10,6 +10,7 @@ checkpoints/step-000120/  state.pt        what all ranks have in common: torch.l
 from __future__ import annotations
 
 import hashlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ USER_FOLDER = "files"
 def rank_file(rank: int) -> str:
     """Name of the file with what `rank` has for itself."""
     return f"rank-{rank}.pt"
+
+
+def is_reserved(name: str) -> bool:
+    """True for names in a checkpoint's folder that have a meaning."""
+    return name in (STATE_FILE, MANIFEST_FILE, USER_FOLDER) or re.fullmatch(r"rank-\d+\.pt", name) is not None
 
 
 def described(file: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import numpy as np
 from distsdk.worker.randomness import set_torch_streams, torch_streams
 
 if TYPE_CHECKING:
+    from distsdk.worker.reading import Reading
     from distsdk.worker.shard import Sharding
-    from distsdk.worker.share import Reading
 
 
 class Position:
@@ -31,16 +31,17 @@ class Position:
         self._begin: dict[str, Any] = {}
         """What the latest reading began with."""
         self._reading: Reading | None = None
+        self._overlaps = False
+        """Two training loops of this epoch were open at once: there is no one place to go back to."""
+        self._shape: list[int | None] = []
         self._past: dict[str, Any] | None = None
         """Where to go back to, until that is done."""
         self._own_streams: dict[str, Any] | None = None
 
     def begin_epoch(self) -> None:
         """No reading of it has begun."""
-        self._num_begun, self._reading, self._begin = 0, None, {}
+        self._num_begun, self._reading, self._begin, self._overlaps = 0, None, {}, False
         if self._past is not None and not self._past["batches"]:  # it was saved between two epochs
-            self._sharding.num_loops = self._past["num_loops"]
-            self._sharding.set_epochs_of_loaders(self._past["epochs"])
             self._arrive()
 
     # going on from a checkpoint
@@ -51,16 +52,27 @@ class Position:
         self._sharding.seed = past["seed"]
         self._past, self._own_streams = past, own_streams
 
-    def skip_of(self) -> int | None:
-        """A training reading begins, before anything is drawn for it. How many of its batches are past; None: all."""
+    def skip_of(self, shape: list[int | None]) -> int | None:
+        """A training reading begins, before anything is drawn for it. How many of its batches are past; None: all.
+        `shape`: number and size of the loader's batches, where they are known."""
         self._num_begun += 1
         past = self._past
         if past is not None and self._num_begun <= past["readings"]:
             return None
+        self._shape = shape
         if past is not None:
+            self._check_shape(past["shape"])
             self._set_begin(past["begin"])
         self._begin = self._begin_now()
         return self._batches_past(past) if past is not None else 0
+
+    def _check_shape(self, before: list[int | None]) -> None:
+        if self._shape != before:
+            said = " and ".join("{} batches of {}".format(*shape) for shape in (before, self._shape))
+            self._sharding.note("warning", (
+                f"the loader that training goes on with is not as it was ({said}; before and now): it goes on after "
+                "as many batches, which is another sample, and the result will not be that of the uninterrupted run."
+            ))  # fmt: skip
 
     def _batches_past(self, past: dict[str, Any]) -> int:
         """For other numbers of workers with batches of their own, in samples; what does not divide is read again."""
@@ -93,6 +105,14 @@ class Position:
 
     # while training
 
+    def on_overlap(self) -> None:
+        """A training loop begins while another one is open."""
+        self._overlaps = True
+        self._sharding.note("warning", (
+            "resumable: two training loops are read at once (one inside the other, or side by side), so there is not "
+            "one batch to go on with. Checkpoints are saved at the ends of epochs only."
+        ))  # fmt: skip
+
     def on_wanted(self, reading: Reading) -> None:
         """The next batch of a training reading is wanted: all that was done with the one before is done."""
         self._reading = reading
@@ -100,7 +120,7 @@ class Position:
             reading.go_to_place()
             reading.num_batches = reading.place
             self._arrive()
-        elif reading.num_batches:
+        elif reading.num_batches and not self._overlaps and not reading.is_at_end:
             self._on_boundary()
 
     def on_delivered(self) -> None:
@@ -112,6 +132,8 @@ class Position:
         past, own, s = self._past, self._own_streams, self._sharding
         assert past is not None
         self._past = self._own_streams = None
+        s.num_loops = past["num_loops"]
+        s.set_epochs_of_loaders(past["epochs"])
         common = past["common"]
         s.noise.go_on(tuple(common["torch"]), common["num_opened"])
         s.host_streams.states = states_of_host(common["host"])
@@ -136,6 +158,7 @@ class Position:
             "readings": self._num_begun - 1 if num_batches else 0,
             "batches": num_batches,
             "begin": self._begin if num_batches else {},
+            "shape": self._shape,
             "epochs": s.epochs_of_loaders(),
             "num_loops": s.num_loops,
             "common": {

@@ -55,6 +55,7 @@ class Resumable:
         self._equipment, self._objects, self._every, self._every_s = equipment, objects, every, every_s
         self._position: Position | None = None
         self._epoch = self._saved_step = 0
+        self._was_restored = False
         self._saved_s = time.monotonic()
         self._look_at = self._num_looks = 0
         if equipment is not None:
@@ -69,6 +70,9 @@ class Resumable:
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are still to be trained, of `num_epochs` in all, from 0."""
+        if self._was_restored and self._epoch >= num_epochs and self._position is not None:
+            self._position.begin_epoch()
+            self._save()  # or this run would end without the checkpoint that a run before has made
         while self._epoch < num_epochs:
             if self._position is None:
                 yield self._epoch
@@ -87,7 +91,7 @@ class Resumable:
         self._epoch += 1
         self._position.begin_epoch()
         by_epochs = self._every is None and self._every_s is None
-        if by_epochs or self._epoch == num_epochs or self._equipment.session.is_stopping():
+        if by_epochs or self._epoch == num_epochs or self._equipment.session.is_stopping() or self._is_due():
             self._save()
         self._leave_if_stopping()
 
@@ -154,4 +158,5 @@ class Resumable:
         is_same_world = place["world_size"] == equipment.context.world_size
         self._epoch, self._saved_step = place["epoch"], place["step"]
         equipment.session.counted = place["reports"]
+        self._was_restored = True
         self._position.go_back_to(place, others.get(STREAMS) if is_same_world else None)

@@ -7,6 +7,7 @@ that report the checkpoint of a step, the first one writes what all have in comm
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -18,12 +19,16 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from distsdk.errors import CheckpointError, UsageError
+from distsdk.storage.checkpoints import is_reserved
 from distsdk.wire.blackbox import SAVING, Counters
 from distsdk.wire.messages import Message, Saved
 from distsdk.worker.context import Context
 from distsdk.worker.staging import Staging
 from distsdk.worker.turns import Turns
 from distsdk.worker.writing import Work, Writer
+
+_RESIST = (TypeError, RecursionError, NotImplementedError)
+"""Raised for what cannot be copied: by deepcopy; by what contains itself; by tensors without memory."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def _key_that_resists(state: Mapping[str, Any]) -> str:
     for key, value in state.items():
         try:
             Staging().copy_of(state_of({key: value.value if isinstance(value, PerRank) else value}))
-        except (TypeError, RecursionError):
+        except _RESIST:
             return key
     return ""
 
@@ -68,6 +73,22 @@ def bare_model(thing: Any) -> Any:
     while hasattr(thing, "_orig_mod") or isinstance(thing, DistributedDataParallel):
         thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
     return thing
+
+
+def _pretrained(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What saves itself into a folder of its name."""
+    bare = {key: bare_model(value) for key, value in state.items()}
+    return {key: thing for key, thing in bare.items() if hasattr(thing, "save_pretrained")}
+
+
+def _check_names(state: Mapping[str, Any]) -> None:
+    """Raise UsageError for what would be saved into a folder that cannot be, or is something else's."""
+    for name in _pretrained(state):
+        if not re.fullmatch(r"[\w-][\w.-]{0,99}", name) or is_reserved(name):
+            raise UsageError(
+                f"report(checkpoint=...): {name!r} cannot be the name of something that saves itself "
+                "(save_pretrained): that goes into a folder of this name. Use letters, digits, '_', '-' and '.'."
+            )
 
 
 class Saver:
@@ -81,6 +102,8 @@ class Saver:
         """Set when the writing of what was saved last is under way, or over."""
         self.has_begun.set()
         self._error: BaseException | None = None
+        self._lock = threading.RLock()
+        """Threads of the function may report checkpoints too."""
         self._num_at = Counter[int]()
         """How many checkpoints this rank has reported, by step."""
 
@@ -93,12 +116,13 @@ class Saver:
 
         Raises CheckpointError when the one before could not be written, or this one's files cannot be copied.
         """
-        self._counters.is_saving(SAVING)
-        try:
-            self._begin(step, content, metrics, is_automatic)
-        finally:
-            if self._thread is None:
-                self._counters.is_saving(0)
+        with self._lock:
+            self._counters.is_saving(SAVING)
+            try:
+                self._begin(step, content, metrics, is_automatic)
+            finally:
+                if self._thread is None:
+                    self._counters.is_saving(0)
 
     def _begin(self, step: int, content: Any, metrics: Mapping[str, float], is_automatic: bool) -> None:
         self._num_at[step] += 1
@@ -120,27 +144,28 @@ class Saver:
             self._thread.start()
 
     def _stage(self, work: Work, content: Mapping[str, Any]) -> None:
+        _check_names(content)
         common = {key: value for key, value in content.items() if not isinstance(value, PerRank)}
         own = {key: value.value for key, value in content.items() if isinstance(value, PerRank)}
         wanted = (state_of(common) if work.is_writer else {}, state_of(own))
         try:
             work.common, work.own = self._staging.copy_of(wanted)
-        except (TypeError, RecursionError) as error:  # of copy.deepcopy, and of what contains itself
+        except _RESIST as error:
             raise UsageError(
                 f"report(checkpoint=...): {_key_that_resists(content)!r} is, or holds, something that cannot be saved "
                 f"({error}). Leave it out, or give what it was made from."
             ) from error
         if work.is_writer:
-            bare = {key: bare_model(value) for key, value in common.items()}
-            work.pretrained = {key: thing for key, thing in bare.items() if hasattr(thing, "save_pretrained")}
+            work.pretrained = _pretrained(common)
 
     def wait(self, is_last: bool = False) -> None:
         """Until nothing is being written. Raises what went wrong, once. is_last=True: this rank has failed, and what
         others have for themselves is waited for no longer."""
         self._writer.is_failing |= is_last
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        with self._lock:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
         self.raise_failed()
 
     def raise_failed(self) -> None:
@@ -163,6 +188,7 @@ class Saver:
         try:
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(folder, target, symlinks=True)
+            _bring_in(folder, target)
         except OSError as error:
             raise CheckpointError(f"the folder {folder} could not be copied into checkpoint {name}: {error}") from error
         return target
@@ -187,3 +213,12 @@ class Saver:
         self._counters.saved(work.reached)
         context = self._context
         self._send(Saved(context.attempt, context.rank, work.step, work.name, work.number, work.is_automatic))
+
+
+def _bring_in(folder: Path, copied: Path) -> None:
+    """Links that lead out of the folder become what they lead to: a checkpoint is whole by itself."""
+    for link in [path for path in copied.rglob("*") if path.is_symlink()]:
+        goal = (folder / link.relative_to(copied)).resolve()
+        if os.path.isabs(os.readlink(link)) or not goal.is_relative_to(folder.resolve()):
+            link.unlink()
+            shutil.copytree(goal, link) if goal.is_dir() else shutil.copy2(goal, link)

@@ -21,8 +21,9 @@ from distsdk.worker.devices import moved
 from distsdk.worker.foreign import is_read_by_accelerate, is_shared_out
 from distsdk.worker.position import Position
 from distsdk.worker.randomness import HostStreams, Noise, mixed_seed
+from distsdk.worker.reading import EVALUATION, TRAINING, Ending, Reading
 from distsdk.worker.replacing import replaced
-from distsdk.worker.share import EVALUATION, TRAINING, Ending, Reading, Share, distributed_sampler_in, user_line
+from distsdk.worker.share import Share, distributed_sampler_in, user_line
 from distsdk.worker.stream_share import StreamShare
 from distsdk.worker.streams import Fetched, digest_of_dataset, fetching
 from distsdk.worker.weights import BatchWeights, Weight, is_power_of_two, size_of
@@ -136,8 +137,8 @@ class Sharding:
                 (iterator, "__next__", lambda reader: self._next(reader, next_of)),
             ):
                 stack.enter_context(replaced(owner, name, value))
+            stack.enter_context(fetching())
             if self.world_size > 1:
-                stack.enter_context(fetching())
                 stack.enter_context(self.host_streams.watching())
             yield
 
@@ -181,8 +182,6 @@ class Sharding:
         is_stream = isinstance(getattr(sampler, "sampler", sampler), loaders._InfiniteConstantSampler)
         if is_read_by_accelerate() or not (own or is_stream or not is_shared_out(sampler, loader.dataset)):
             self.has_foreign = True
-            return sampler
-        if is_stream and self.world_size == 1:
             return sampler
         share = self._shares[loader] = self._new_share(loader, sampler, is_stream)
         return share
@@ -267,6 +266,8 @@ class Sharding:
         self.noise.close(reading.before)
         if not self.noise.is_open:
             self.weights.begin()
+        elif self.position is not None:
+            self.position.on_overlap()
         reading.window = self.noise.open()
         if hasattr(iterator, "_in_order"):  # weights are counted off in order
             iterator._in_order = True

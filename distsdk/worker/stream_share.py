@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distsdk.worker.foreign import is_shared_out
-from distsdk.worker.share import EVALUATION, PAST, TRAINING, Reading
+from distsdk.worker.reading import EVALUATION, PAST, TRAINING, Reading
 from distsdk.worker.streams import ALL_RANKS, Order
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class StreamShare:
             return Reading(s, EVALUATION, iter(self.sampler), self.reading, is_stream=True)
         self._mode = TRAINING
         s.on_training_loop()
-        skip = s.position.skip_of() if s.position else 0
+        skip = s.position.skip_of([None, self._order.batch_size]) if s.position else 0
         if skip is None:
             return Reading(s, PAST, iter(()), self.reading)
         s.num_loops += 1

@@ -30,9 +30,9 @@ from distsdk.worker.discovery import Discovery
 from distsdk.worker.flags import STEPS_TOLD, Flags, problem_of
 from distsdk.worker.graph import leaves_behind
 from distsdk.worker.inspection import Inspection
+from distsdk.worker.reading import Ending
 from distsdk.worker.replacing import replaced
 from distsdk.worker.replica import Replica
-from distsdk.worker.share import Ending
 from distsdk.worker.weights import BatchWeights
 
 _STEPPED_AT = "_distsdk_stepped_at"

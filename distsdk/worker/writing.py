@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -165,9 +167,29 @@ def _save(state: dict[str, Any], file: Path) -> None:
     try:
         with _without_crc():
             torch.serialization.save(state, file)  # not the one that is put in place for the user: the folder is whole
-    except RuntimeError:  # torch keeps to itself what the system said; asked again, a full disk says it
+    except RuntimeError as error:  # torch keeps to itself what the system said; asked again, a full disk says it
+        _let_go(error)
         file.with_suffix(".probe").write_bytes(bytes(1 << 20))
         raise
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"{_unpicklable(state)!r} is, or holds, what cannot be pickled: {error}") from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what was being done when it was raised: torch's writer keeps its file open for as long as it is there."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _unpicklable(state: dict[str, Any]) -> str:
+    """The key of the first value that cannot be."""
+    for key, value in state.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return key
+    return ""
 
 
 @contextmanager

@@ -119,10 +119,14 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
         from distsdk import CheckpointError, distributed, get_checkpoint, report
 
         @distributed(workers=2, gpu=False, trackers=(), run_dir=os.path.abspath("disk/runs"))
-        def train(numbers):
+        def train(numbers, goes_on=False):
             first = get_checkpoint().load()["step"] + 1 if get_checkpoint() else 0
-            for step in range(first, 3):
-                report({"x": step}, step=step, checkpoint={"step": step, "w": torch.ones(numbers[step])})
+            for step in range(first, len(numbers)):
+                try:
+                    report({"x": step}, step=step, checkpoint={"step": step, "w": torch.ones(numbers[step])})
+                except CheckpointError:
+                    if not goes_on:
+                        raise
             return first
 
         try:
@@ -134,12 +138,14 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
             print("no error")
         result = train.with_options(resume_from="latest", run_dir=os.path.abspath("disk/runs2"))([10, 10, 10])
         print(result.value, result.checkpoint.load()["step"])
+        result = train.with_options(run_dir=os.path.abspath("disk/runs3"))([10, 4_000_000, 10, 10, 10], goes_on=True)
+        print(result.checkpoint.load()["step"])
         """
     written(tmp_path, {"job.py": script})
     (tmp_path / "disk").mkdir()
     disk = f"mount -t tmpfs -o size=8m none {tmp_path / 'disk'}"
     told = printed_apart("--mount", disk, ["job.py"], tmp_path)
-    assert told == "True 0 True\n['step-000000']\n1 2\n"
+    assert told == "True 0 True\n['step-000000']\n1 2\n4\n"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import shutil
-import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,12 @@ from torch import nn
 import distsdk
 from distsdk import (
     CheckpointError,
-    StopTraining,
     UsageError,
     WorkerDied,
     distributed,
     last_result,
     per_rank,
 )
-from distsdk.driver import group
 from distsdk.testing import faults
 from distsdk.worker import writing
 
@@ -214,9 +212,58 @@ def test_what_cannot_be_saved_is_named():
 
     with pytest.raises(UsageError, match="'bad' is, or holds, something that cannot be saved.*lock"):
         on(1, train)("lock")
-    with pytest.raises(CheckpointError, match="step-000000 could not be written.*lambda"):
+    with pytest.raises(CheckpointError, match="step-000000 could not be written.*'bad' is, or holds,.*lambda"):
         on(1, train)("lambda")
     assert last_result().checkpoints == []
+
+
+def test_what_cannot_be_copied_is_named():
+    def train(what):
+        within = {}
+        within["itself"] = [within]
+        bad = within if what == "itself" else torch.empty(3, device="meta")
+        distsdk.report({}, checkpoint={"fine": 1, "bad": bad})
+
+    for what in ("itself", "meta"):
+        with pytest.raises(UsageError, match="'bad' is, or holds, something that cannot be saved"):
+            on(1, train)(what)
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", "", "state.pt", "manifest.json", "files", "rank-0.pt", "a/b"])
+def test_names_of_folders(name):
+    with pytest.raises(UsageError, match="cannot be the name of something that saves itself"):
+        on(1, lambda: distsdk.report({}, checkpoint={name: Tokenizer()})).local()
+
+
+def test_links_that_lead_out_of_a_folder(tmp_path):
+    """As a snapshot of a hub has them. The checkpoint has the files; links within the folder stay."""
+    (tmp_path / "blobs" / "deep").mkdir(parents=True)
+    (tmp_path / "blobs" / "b").write_text("weights")
+    (tmp_path / "blobs" / "deep" / "c").write_text("more")
+    (tmp_path / "snap").mkdir()
+    (tmp_path / "snap" / "own").touch()
+    for name, goal in (("b", "../blobs/b"), ("deep", tmp_path / "blobs" / "deep"), ("same", "own")):
+        (tmp_path / "snap" / name).symlink_to(goal)
+    checkpoint = on(1, lambda: distsdk.report({}, checkpoint=tmp_path / "snap"))().checkpoint
+    shutil.rmtree(tmp_path / "blobs")
+    with checkpoint.as_directory() as folder:
+        assert ((folder / "b").read_text(), (folder / "deep" / "c").read_text()) == ("weights", "more")
+        assert (folder / "same").readlink() == Path("own")
+
+
+def test_threads_of_the_function():
+    def train():
+        def reports(first):
+            for step in range(first, first + 5):
+                distsdk.report({}, step=step, checkpoint={"step": step})
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(reports, [0, 100, 200]))
+
+    result = on(1, train, keep_checkpoints=None)()
+    assert sorted(checkpoint.load()["step"] for checkpoint in result.checkpoints) == [
+        *range(5), *range(100, 105), *range(200, 205)
+    ]  # fmt: skip
 
 
 # Errors
@@ -281,112 +328,3 @@ def test_of_a_run_that_is_killed_the_one_before_stays():
         on(2, lambda: train() if rank() == 1 else None)()
     assert caught.value.result.checkpoint.load() == {"step": 0}
     assert os.listdir(Path(caught.value.result.path, "checkpoints")) == ["step-000000"]
-
-
-# When the function is left
-
-
-@pytest.mark.parametrize("who", [[0], [1], [0, 1]])
-def test_an_emergency(who):
-    def train():
-        i = -1
-        try:
-            for i in range(5):
-                distsdk.report({"i": i}, checkpoint={"i": i, "usual": True})
-                if i == 3:
-                    raise RuntimeError("loss is nan")
-        except RuntimeError:
-            if rank() in who:
-                distsdk.report({}, checkpoint={"i": i, "large": torch.ones(1_000_000)})
-            raise
-
-    with pytest.raises(RuntimeError, match="loss is nan") as caught:
-        on(2, train)()
-    assert caught.value.result.checkpoint.load()["i"] == 3
-
-
-class Slow:
-    def save_pretrained(self, folder):
-        time.sleep(0.7)
-        os.mkdir(folder)
-
-
-@pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_what_is_being_saved_when_another_rank_fails(how):
-    def train():
-        if rank() == 0:
-            distsdk.report({}, checkpoint={"a": 1, "slow": Slow()})
-            time.sleep(600)
-        time.sleep(0.2)
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError if how == "raises" else WorkerDied) as caught:
-        on(2, train)()
-    assert caught.value.result.checkpoint.load() == {"a": 1}
-
-
-def test_nothing_is_waited_for_that_cannot_come_any_more():
-    def train():
-        if rank() == 0:
-            distsdk.report({}, checkpoint={"mine": per_rank(1)})
-            time.sleep(600)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    start = time.monotonic()
-    with pytest.raises(WorkerDied) as caught:
-        on(2, train)()
-    assert (caught.value.result.checkpoints, time.monotonic() - start < group.SAVING_S) == ([], True)
-
-
-def test_one_rank_alone_needs_memory_for_copies():
-    def train():
-        weights = torch.ones(30_000_000)
-        before = memory()
-        for step in range(3):
-            distsdk.report({}, step=step, checkpoint={"weights": weights})
-            distsdk.all_reduce(0.0)
-        return memory() - before > 60_000_000
-
-    assert on(3, train)().values == [True, False, False]
-
-
-def memory():
-    """Bytes of this process that are resident."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_stop():
-    def train():
-        model = nn.Linear(1, 1)
-        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), 0
-        try:
-            while True:
-                step += 1
-                model(torch.ones(1, 1)).sum().backward()
-                optimizer.step()
-                if step == 3 and rank() == 1:
-                    distsdk.stop_all("enough")
-        except StopTraining:
-            distsdk.report({}, checkpoint={"step": step, "model": model})
-            raise
-
-    result = on(2, train)()
-    assert result.status == "interrupted"
-    assert result.checkpoint.load()["step"] >= 3
-
-
-def test_the_models_are_saved_at_the_end_only_if_nobody_has_saved():
-    def train(who):
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        if rank() in who:
-            distsdk.report({}, step=9, checkpoint={"mine": 1})
-        distsdk.all_reduce(0.0)
-
-    assert [sorted(checkpoint.load()) for checkpoint in on(2, train)([1]).checkpoints] == [["mine"]]
-    assert [sorted(checkpoint.load()) for checkpoint in on(2, train)([]).checkpoints] == [["model"]]
