@@ -24,8 +24,14 @@ def run(path: Path, *steps: int, age_s: float = 0.0) -> Path:
     for step in steps:
         folder = path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir()
-        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
+        (folder / "state.pt").write_bytes(b"state")
+        (folder / "manifest.json").write_text(json.dumps(manifest(step)))
     return path
+
+
+def manifest(step: int, **more: Any) -> dict[str, Any]:
+    files = {"state.pt": {"bytes": 5, "sha256": "not looked at"}}
+    return {"step": step, "metrics": {}, "world_size": 2, "needs_trust": {}, "files": files, **more}
 
 
 def meant(source: Any, run_dir: str | None = None, name: str = "train") -> str:
