@@ -40,7 +40,7 @@ class RemoteCheckpoints:
         (self._folder / name).remove(first=MANIFEST_FILE)
 
     def _by_step(self) -> list[str]:
-        return sorted(self._folder.folders(), key=by_step)
+        return sorted((name for name in self._folder.folders() if not name.startswith(".")), key=by_step)
 
     def committed(self) -> list[str]:
         """The names of those that are whole, in order of their steps."""
