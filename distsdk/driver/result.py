@@ -300,7 +300,7 @@ def _unreachable(url: str, error: Exception) -> CheckpointError:
 def _unfinished(cls: type[Result[Any]], folder: RunFolder, place: str) -> Result[Any]:
     """What a run has left that did not come to its end."""
     if not folder.run_file.is_file():
-        raise CheckpointError(f"{folder.path} holds no run: there is no {folder.run_file.name} in it.")
+        raise CheckpointError(f"{place} holds no run: there is no {folder.run_file.name} in it.")
     with _naming(folder.run_file, place, "Its checkpoints can still be read: Checkpoint(the folder of one)"):
         run = record_in(folder.run_file.read_bytes(), _RUN_FIELDS)
     rows = _read_history(folder)
