@@ -15,7 +15,7 @@ from distsdk.driver.history import History, Row
 from distsdk.driver.keeping import Keeping, KeptCheckpoints
 from distsdk.driver.mirror import Mirror
 from distsdk.driver.result import Result
-from distsdk.storage.checkpoints import committed
+from distsdk.storage.checkpoints import committed, is_reported, is_sound
 from distsdk.storage.commit import committed_file
 from distsdk.storage.failed_writes import FailedWrites
 from distsdk.storage.folder import RunFolder, checkpoint_name, step_of_name
@@ -82,9 +82,22 @@ class Recorder:
     def find_checkpoints(self) -> None:
         """Those, too, that were committed, though their writer was killed before it could say so."""
         for name in committed(self._folder.checkpoints):
-            if name not in self._checkpoints.names and self._is_there(name):
+            if name not in self._checkpoints.names and self._is_sound(name) and self._is_there(name):
                 self._checkpoints.add(name, step_of_name(name))
-                self.checkpoint_to_resume = name
+                if is_reported(self._folder.checkpoints / name):
+                    self.checkpoint_to_resume = name
+        if self._mirror is None and self.checkpoint_to_resume:
+            self._go_back_to_sound()
+
+    def _is_sound(self, name: str) -> bool:
+        return is_sound(self._folder.checkpoints / name)
+
+    def _go_back_to_sound(self) -> None:
+        """The next attempt goes on from the newest that is sound, though a later one was committed."""
+        names = [*self._checkpoints.names]
+        before = names[: names.index(self.checkpoint_to_resume) + 1] if self.checkpoint_to_resume in names else names
+        reported = (name for name in reversed(before) if is_reported(self._folder.checkpoints / name))
+        self.checkpoint_to_resume = next(filter(self._is_sound, reported), "")
 
     def _is_there(self, name: str) -> bool:
         return self._mirror is None or self._mirror.has_checkpoint(name, is_said=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
@@ -15,10 +15,11 @@ from distsdk.driver.report_html import result_html
 from distsdk.driver.restarts import AttemptInfo
 from distsdk.driver.shipping import dump_call
 from distsdk.errors import CheckpointError, UsageError
-from distsdk.storage.checkpoints import committed
-from distsdk.storage.commit import committed_file, read_json, write_json
+from distsdk.storage.checkpoints import committed, has_damaged_manifest
+from distsdk.storage.commit import committed_file, write_json
 from distsdk.storage.folder import RunFolder
-from distsdk.storage.remote import LocalCopy, RemoteFolder, is_url, local_path
+from distsdk.storage.records import NAMES, NUMBERS, OBJECTS, TEXT, TEXT_OR_NULL, WHOLE, made_of, record_in
+from distsdk.storage.remote import LocalCopy, RemoteFolder, child, is_url, local_path
 from distsdk.storage.remote_checkpoints import RemoteCheckpoints, cause_of
 from distsdk.wire.memory import padded
 from distsdk.wire.messages import Parcel
@@ -213,29 +214,15 @@ class Result(Generic[R]):
         `values` are pickled: they are read with trusted=True only (loading them runs code of whoever wrote the
         folder), else they are None; they are not kept on disk at all when they are larger than 64 MB. `error` is a
         text. A run that goes on, or whose program was killed, has the status "unfinished", and what it has written so
-        far. Raises CheckpointError when the folder holds no run.
+        far. Checkpoints whose manifests are damaged are left out. Raises CheckpointError when the folder holds no run,
+        or the record of it is damaged.
         """
         if is_url(path):
             return _loaded_from(cls, str(path), trusted)
         folder = RunFolder(Path(local_path(str(path))))
-        if not folder.result_file.is_file():
-            return _unfinished(cls, folder)
-        saved = read_json(folder.result_file)
-        ranks = [RankInfo(**info) for info in saved["ranks"]]
-        return cls(
-            status=saved["status"],
-            path=str(folder.path),
-            values=_saved_values(folder, len(ranks)) if trusted else [None] * len(ranks),
-            metrics=saved["metrics"],
-            history=HistoryTable(_read_history(folder)),
-            ranks=ranks,
-            name=saved["name"],
-            seed=saved["seed"],
-            error=None if saved["error"] is None else RuntimeError(saved["error"]),
-            attempts=[AttemptInfo(**info) for info in saved["attempts"]],
-            timings=saved["timings"],
-            checkpoint_names=saved["checkpoints"],
-        )
+        loaded = _loaded_of(cls, folder, trusted, str(folder.path))
+        names = [name for name in loaded.checkpoint_names if not has_damaged_manifest(folder.checkpoints / name)]
+        return replace(loaded, checkpoint_names=names)
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -246,6 +233,46 @@ class Result(Generic[R]):
         return result_html(self)
 
 
+_RESULT_FIELDS = {
+    "status": TEXT, "name": TEXT, "seed": WHOLE, "metrics": NUMBERS, "ranks": OBJECTS, "error": TEXT_OR_NULL,
+    "attempts": OBJECTS, "timings": NUMBERS, "checkpoints": NAMES,
+}  # fmt: skip
+_RUN_FIELDS = {"name": TEXT, "seed": WHOLE, "workers": WHOLE}
+
+
+def _loaded_of(cls: type[Result[Any]], folder: RunFolder, trusted: bool, place: str) -> Result[Any]:
+    """What is in `folder`, of the run that the user knows to be at `place`."""
+    if not folder.result_file.is_file():
+        return _unfinished(cls, folder, place)
+    with _naming(folder.result_file, place, "Remove it to load what else there is of the run"):
+        saved = record_in(folder.result_file.read_bytes(), _RESULT_FIELDS)
+        ranks = [made_of(RankInfo, info, "an entry of 'ranks'") for info in saved["ranks"]]
+        attempts = [made_of(AttemptInfo, info, "an entry of 'attempts'") for info in saved["attempts"]]
+    return cls(
+        status=saved["status"],
+        path=place,
+        values=_saved_values(folder, len(ranks)) if trusted else [None] * len(ranks),
+        metrics=saved["metrics"],
+        history=HistoryTable(_read_history(folder)),
+        ranks=ranks,
+        name=saved["name"],
+        seed=saved["seed"],
+        error=None if saved["error"] is None else RuntimeError(saved["error"]),
+        attempts=attempts,
+        timings=saved["timings"],
+        checkpoint_names=saved["checkpoints"],
+    )
+
+
+@contextmanager
+def _naming(file: Path, place: str, remedy: str) -> Iterator[None]:
+    """What is wrong with this file, as CheckpointError that says where the user finds it and what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{child(place, file.name)} is damaged: {error}. {remedy}.") from error
+
+
 def _loaded_from(cls: type[Result[Any]], url: str, trusted: bool) -> Result[Any]:
     """By way of a folder of this machine."""
     layout = RunFolder(Path())
@@ -254,23 +281,32 @@ def _loaded_from(cls: type[Result[Any]], url: str, trusted: bool) -> Result[Any]
         copy = LocalCopy(RemoteFolder(url))
         folder = RunFolder(copy.with_files([file.name for file in files]))
         is_run, is_over = folder.run_file.is_file(), folder.result_file.is_file()
-        names = None if is_over or not is_run else RemoteCheckpoints(url).committed()
     except Exception as error:
-        raise CheckpointError(f"the run at {url} could not be read: {cause_of(error)}") from error
+        raise _unreachable(url, error) from error
     if not is_run:
         raise CheckpointError(f"{url} holds no run: there is no {folder.run_file.name} in it.")
-    loaded = cls.load(folder.path, trusted=trusted)
-    return replace(loaded, path=url.rstrip("/"), checkpoint_names=loaded.checkpoint_names if names is None else names)
+    loaded, checkpoints = _loaded_of(cls, folder, trusted, url.rstrip("/")), RemoteCheckpoints(url)
+    try:
+        names = checkpoints.without_damaged(loaded.checkpoint_names) if is_over else checkpoints.committed()
+    except Exception as error:
+        raise _unreachable(url, error) from error
+    return replace(loaded, checkpoint_names=names)
 
 
-def _unfinished(cls: type[Result[Any]], folder: RunFolder) -> Result[Any]:
+def _unreachable(url: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"the run at {url} could not be read: {cause_of(error)}")
+
+
+def _unfinished(cls: type[Result[Any]], folder: RunFolder, place: str) -> Result[Any]:
     """What a run has left that did not come to its end."""
     if not folder.run_file.is_file():
-        raise CheckpointError(f"{folder.path} holds no run: there is no {folder.run_file.name} in it.")
-    run, rows = read_json(folder.run_file), _read_history(folder)
+        raise CheckpointError(f"{place} holds no run: there is no {folder.run_file.name} in it.")
+    with _naming(folder.run_file, place, "Its checkpoints can still be read: Checkpoint(the folder of one)"):
+        run = record_in(folder.run_file.read_bytes(), _RUN_FIELDS)
+    rows = _read_history(folder)
     return cls(
         status="unfinished",
-        path=str(folder.path),
+        path=place,
         values=[None] * run["workers"],
         metrics={name: value for row in rows for name, value in row.items() if name != "step"},
         history=HistoryTable(rows),

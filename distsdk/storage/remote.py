@@ -155,6 +155,17 @@ class RemoteFolder:
 
         return tried(ask)
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when what is there does not tell. Raises FileNotFoundError."""
+
+        def ask() -> int | None:
+            files, path = self._at(name)
+            files.invalidate_cache()
+            size = files.info(path)["size"]
+            return None if size is None else int(size)
+
+        return tried(ask)
+
     def folders(self) -> list[str]:
         """The names of the folders in it."""
 

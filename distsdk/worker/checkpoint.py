@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from distsdk.errors import CheckpointError
-from distsdk.storage.checkpoints import MANIFEST_FILE, STATE_FILE, USER_FOLDER, checked, problem_of, rank_file
-from distsdk.storage.commit import read_json
+from distsdk.errors import CheckpointError, UsageError
+from distsdk.storage.checkpoints import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    USER_FOLDER,
+    checked,
+    problem_of,
+    rank_file,
+    read_manifest,
+    why_none,
+)
 from distsdk.storage.folder import RunFolder
 from distsdk.storage.remote import LocalCopy, RemoteFolder, is_url, local_path
 from distsdk.storage.remote_checkpoints import cause_of, manifest_of
@@ -53,24 +61,27 @@ class Checkpoint:
         return self._manifest_here() if self._remote is None else self._remote_manifest(self._remote)
 
     def _manifest_here(self) -> dict[str, Any]:
-        file = Path(self._path) / MANIFEST_FILE
+        folder = Path(self._path)
         try:
-            return dict(read_json(file))
+            return read_manifest(folder)
         except OSError as error:
+            if RunFolder(folder).run_file.is_file():
+                raise CheckpointError(f"{why_none(self._path, is_run=True)}.") from error
             raise CheckpointError(
                 f"there is no checkpoint in {self._path} ({error.strerror}). Was it removed? Only the latest or best "
                 "stay, as the option keep_checkpoints says."
             ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{file} is damaged: {error}.") from error
 
     def _remote_manifest(self, remote: RemoteFolder) -> dict[str, Any]:
         try:
             found = manifest_of(remote)
+            is_run = found is None and remote.exists(RunFolder(Path()).run_file.name)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise self._unreachable(error) from error
         if found is None:
-            raise CheckpointError(f"{self._path} is no checkpoint: there is no {MANIFEST_FILE} in it.")
+            raise CheckpointError(f"{why_none(self._path, is_run)}.")
         return found
 
     def _here(self, names: list[str] | None = None) -> Path:
@@ -106,7 +117,7 @@ class Checkpoint:
         try:
             return problem_of(self._here(), shown=self._path)
         except CheckpointError as error:
-            return str(error)
+            return str(error).rstrip(".")
 
     def load(self, *, trusted: bool = False, map_location: Any = "cpu", rank: int | None = None) -> dict[str, Any]:
         """The saved state: ``state_dict`` of each object, plain values as they were.
@@ -143,8 +154,15 @@ class Checkpoint:
     def restore(self, *, trusted: bool = False, **objects: Any) -> dict[str, Any]:
         """Load the state into `objects` (``model=model, optimizer=optimizer``), in place; returns the other values.
 
-        Raises CheckpointError as `load` does, and when there is no value of such a name: then nothing is restored.
+        Raises UsageError for an object without ``load_state_dict``, and CheckpointError as `load` does and when there
+        is no value of such a name: then nothing is restored.
         """
+        for name, thing in objects.items():
+            if not callable(getattr(bare_model(thing), "load_state_dict", None)):
+                raise UsageError(
+                    f"restore({name}=...): {type(thing).__name__} has no load_state_dict, so nothing can be restored "
+                    f"into it. Take {name!r} from what restore or load returns."
+                )
         state = self.load(trusted=trusted)
         for name in objects:
             if name not in state:

@@ -133,4 +133,5 @@ def _foreign_type(thing: Any) -> str:
         return next(filter(None, map(_foreign_type, parts)), "")
     if isinstance(thing, (np.ndarray, np.generic)) and thing.dtype != object:
         return ""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    of_what = " of objects" if isinstance(thing, np.ndarray) else ""
+    return f"{kind.__module__}.{kind.__qualname__}{of_what}"

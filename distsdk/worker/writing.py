@@ -107,6 +107,7 @@ class Writer:
             "torch": torch.__version__,
             "needs_trust": {**foreign_types(work.common), **foreign_types(work.own)},
             "files": files,
+            **({"automatic": True} if work.is_automatic else {}),
         }
         (staging / MANIFEST_FILE).write_text(as_json(manifest), encoding="utf-8")
 

@@ -12,6 +12,7 @@ from distsdk import CheckpointError, Result
 from distsdk.driver.result import HistoryTable, RankInfo
 from distsdk.driver.run import mean_of_mappings
 from distsdk.wire.blackbox import Counters
+from tests.storage import flaky
 
 ROWS = [{"step": 0, "loss": 1.0, "acc": 0.5}, {"step": 2, "loss": 0.5}]
 
@@ -51,6 +52,56 @@ def test_untrusted_load_runs_no_code(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "values.pkl").write_bytes(b"cposix\nabort\n(tR.")
     assert Result.load(tmp_path).metrics == {"loss": 0.5}
+
+
+def at_url(path: Path, rest: str = "") -> str:
+    return f"{flaky.FlakyFileSystem.protocol}://{path}{rest}"
+
+
+def test_damaged_checkpoints_are_left_out(tmp_path: Path) -> None:
+    saved(tmp_path, checkpoint_names=["step-000001", "step-000002", "step-000003"])
+    files: dict[str, Any] = {}
+    manifest = {"step": 1, "metrics": {}, "world_size": 1, "needs_trust": {}, "files": files}
+    contents = {"step-000001": json.dumps(manifest), "step-000002": "[]", "step-000003": json.dumps(manifest)}
+    for name, content in contents.items():
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").write_text(content)
+    (tmp_path / "run.json").write_text(json.dumps({"name": "train", "seed": 1, "workers": 2}))
+    assert Result.load(tmp_path).checkpoint_names == ["step-000001", "step-000003"]
+    assert Result.load(at_url(tmp_path)).checkpoint_names == ["step-000001", "step-000003"]
+    (tmp_path / "result.json").unlink()
+    assert Result.load(tmp_path).checkpoint_names == ["step-000001", "step-000003"]
+    assert Result.load(at_url(tmp_path)).checkpoint_names == ["step-000001", "step-000003"]
+
+
+WRONG = [
+    ("status", 3), ("metrics", {"x": "y"}), ("ranks", {}), ("ranks", [{}]), ("ranks", ["x"]), ("ranks", None),
+    ("attempts", [{"number": "0", "status": ""}]), ("attempts", [{"number": 0, "status": "", "who": 1}]),
+    ("error", 3), ("timings", []), ("checkpoints", "step-1"), ("checkpoints", ["../x"]), ("seed", "7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_a_record_of_the_wrong_types(field: str, value: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    record = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**record, field: value}))
+    for place in (str(tmp_path), at_url(tmp_path)):
+        with pytest.raises(CheckpointError, match=rf"^{place}/result.json is damaged: .*Remove it to load"):
+            Result.load(place)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "comp', b"[]", b"null", b"\xff", b"{}"])
+def test_torn_records(content: bytes, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/result.json is damaged: .*Remove it to load"):
+        Result.load(tmp_path)
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/run.json is damaged: .*Checkpoint\("):
+        Result.load(tmp_path)
 
 
 def test_error_is_kept_as_text(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from distsdk import Checkpoint, Result, UsageError
 from distsdk.driver.resuming import LATEST, checkpoint_to_resume, last_of_run, shown_source
+from tests.storage import flaky
 
 
 def run(path: Path, *steps: int, age_s: float = 0.0) -> Path:
@@ -24,8 +26,14 @@ def run(path: Path, *steps: int, age_s: float = 0.0) -> Path:
     for step in steps:
         folder = path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir()
-        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
+        (folder / "state.pt").write_bytes(b"state")
+        (folder / "manifest.json").write_text(json.dumps(manifest(step)))
     return path
+
+
+def manifest(step: int, **more: Any) -> dict[str, Any]:
+    files = {"state.pt": {"bytes": 5, "sha256": "not looked at"}}
+    return {"step": step, "metrics": {}, "world_size": 2, "needs_trust": {}, "files": files, **more}
 
 
 def meant(source: Any, run_dir: str | None = None, name: str = "train") -> str:
@@ -90,6 +98,76 @@ def test_the_latest_beside_a_folder_of_ones_own(tmp_path: Path) -> None:
 def test_the_last_of_a_run_counts_only_what_was_committed(tmp_path: Path) -> None:
     assert last_of_run(tmp_path) == ""
     assert last_of_run(run(tmp_path / "run", 2, 10)).endswith("step-000010")
+
+
+def at_url(path: Path, rest: str = "") -> str:
+    return f"{flaky.FlakyFileSystem.protocol}://{path}{rest}"
+
+
+def cut(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "state.pt", 2)
+
+
+def with_bad_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"step": 1')
+
+
+def without_file(checkpoint: Path) -> None:
+    (checkpoint / "state.pt").unlink()
+
+
+DAMAGES = {cut: "state.pt is missing or damaged", with_bad_manifest: "manifest.json is damaged: it is no JSON",
+           without_file: "state.pt is missing or damaged"}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_that_is_sound(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = run(tmp_path / "distsdk_runs" / "train-20261130-100000-aaaaaa", 1, 2, 3)
+    checkpoints = folder / "checkpoints"
+    damage(checkpoints / "step-000003")
+    for source in (folder, Result.load(folder), LATEST):
+        assert meant(source) == str(checkpoints / "step-000002")
+    damage(checkpoints / "step-000002")
+    damage(checkpoints / "step-000001")
+    with pytest.raises(UsageError, match=f"no checkpoint in {folder} is whole. Of the newest: .*3/{DAMAGES[damage]}"):
+        meant(folder)
+    assert meant(LATEST) == ""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_by_its_own_name(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    damaged = run(tmp_path / "run", 1, 2) / "checkpoints" / "step-000002"
+    damage(damaged)
+    for source in (damaged, str(damaged), Checkpoint(damaged)):
+        with pytest.raises(UsageError, match=f"resume_from: {damaged}/{DAMAGES[damage]}.*Give another checkpoint"):
+            meant(source)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_at_a_url(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    checkpoints = run(tmp_path / "mine" / "first", 1, 2) / "checkpoints"
+    url = at_url(tmp_path, "/mine/first")
+    assert meant(url) == meant(LATEST, at_url(tmp_path, "/mine/next")) == f"{url}/checkpoints/step-000002"
+    damage(checkpoints / "step-000002")
+    assert meant(url) == meant(LATEST, at_url(tmp_path, "/mine/next")) == f"{url}/checkpoints/step-000001"
+    with pytest.raises(UsageError, match=f"resume_from: {url}/checkpoints/step-000002/{DAMAGES[damage]}"):
+        meant(f"{url}/checkpoints/step-000002")
+    damage(checkpoints / "step-000001")
+    with pytest.raises(UsageError, match=f"no checkpoint in {url} is whole. Of the newest: .*{DAMAGES[damage]}"):
+        meant(url)
+
+
+def test_the_latest_is_none_that_was_saved_by_itself(tmp_path: Path) -> None:
+    runs = tmp_path / "distsdk_runs"
+    first = run(runs / "train-20261130-100000-aaaaaa", 1, age_s=20)
+    second = run(runs / "train-20261130-100001-bbbbbb", 7, age_s=10)
+    automatic = second / "checkpoints" / "step-000007"
+    (automatic / "manifest.json").write_text(json.dumps(manifest(7, automatic=True)))
+    assert meant(LATEST) == str(first / "checkpoints" / "step-000001")
+    assert meant(second) == meant(automatic) == meant(Result.load(second)) == str(automatic)
+    urls = [at_url(folder) for folder in (first, second, runs / "next")]
+    assert meant(LATEST, urls[2]) == f"{urls[0]}/checkpoints/step-000001"
+    assert meant(urls[1]) == f"{urls[1]}/checkpoints/step-000007"
 
 
 def test_as_the_run_file_has_it(tmp_path: Path) -> None:

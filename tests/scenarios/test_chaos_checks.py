@@ -37,7 +37,8 @@ def make_run(folder: Path, steps: tuple[int, ...], reported: int) -> Path:
         place.mkdir(parents=True)
         (place / "state.pt").write_bytes(b"state")
         files = {"state.pt": {"bytes": 5, "sha256": hashlib.sha256(b"state").hexdigest()}}
-        (place / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
+        manifest = {"step": step, "metrics": {}, "world_size": WORKERS, "needs_trust": {}, "files": files}
+        (place / "manifest.json").write_text(json.dumps(manifest))
     for rank in range(WORKERS):
         (folder / f"first-0-{rank}").write_text("0")
         (folder / f"reported-0-{rank}").write_text(str(reported))

@@ -267,9 +267,14 @@ def test_only_whole_checkpoints_are_seen(url):
     unfinished = Result.load(url)
     assert (unfinished.status, [c.step for c in unfinished.checkpoints]) == ("unfinished", [0])
     assert on_two(flaky.count, resume_from=url)(1).value == [1, 1]
+    assert on_two(flaky.count, resume_from="latest", run_dir=url + "-2")(1).value == [1, 1]
     with pytest.raises(CheckpointError, match="no checkpoint"):
+        result.checkpoints[1].load()
+    with pytest.raises(CheckpointError, match=r"step-000002/manifest.json is damaged: it is no JSON"):
         result.checkpoint.load()
-    assert "no checkpoint" in result.checkpoint.verify()
+    assert f"{result.checkpoint.path}/manifest.json is damaged" in result.checkpoint.verify()
+    with pytest.raises(UsageError, match=r"resume_from: flaky://.*step-000002/manifest.json is damaged"):
+        on_two(flaky.count, resume_from=result.checkpoint)(1)
     with pytest.raises(CheckpointError, match="holds no run"):
         Result.load(url + "-none")
 
