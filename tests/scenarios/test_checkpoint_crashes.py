@@ -156,7 +156,7 @@ def newest(folder: Path) -> int:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_around_saving(kills: int, tmp_path: Path) -> None:
     draw, first = random.Random(kills), -1
     few = 1 + kills // 15  # each of these costs seconds
