@@ -156,9 +156,11 @@ def newest(folder: Path) -> int:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_killed_around_saving(kills: int, tmp_path: Path) -> None:
-    draw, first = random.Random(kills), -1
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(0, 5), *(pytest.param(seed, 40, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
+def test_killed_around_saving(seed: int, kills: int, tmp_path: Path) -> None:
+    draw, first = random.Random(seed), -1
     few = 1 + kills // 15  # each of these costs seconds
     victims = ["driver"] * few + ["agent"] * few
     victims += ["worker"] * (kills - len(victims))
