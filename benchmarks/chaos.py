@@ -27,11 +27,11 @@ from pathlib import Path
 from chaos_checkpoints import problem_of_checkpoints, stage_of
 from chaos_plan import ENDS_THE_DRIVER, FROM_INSIDE, TIMEOUT_S, Plan, allowed, bound_s, neighbour_survives, plan_of
 from chaos_training import STEPS_BESIDE
-from chaos_watch import Driver, Family, files_left, unreadable, waited_until_gone
+from chaos_watch import Driver, Family, files_left, files_now, unreadable, waited_until_gone
 
 BEGIN_S = 60.0
 """The moment of the fault, or the end of the run, comes within so long."""
-LOOK_S = 0.1
+LOOK_S, LATE_S = 0.1, 0.05
 SIGNALS = {
     "kill_worker": signal.SIGKILL, "kill_agent": signal.SIGKILL, "kill_forkserver": signal.SIGKILL,
     "kill_driver": signal.SIGKILL, "sigstop": signal.SIGSTOP, "sigint": signal.SIGINT, "sigint_twice": signal.SIGINT,
@@ -162,7 +162,7 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
     """One run, watched to its end and beyond."""
     report, folder, family, begun = Report(plan), root / f"run-{plan.number}", Family(driver), time.monotonic()
     folder.mkdir()
-    files_before = files_left(driver, family)
+    files_before = files_now(driver)
     injector = Injector(plan, folder, driver, family)
     driver.order(plan, folder)
     answer = watched(report, injector)
@@ -173,7 +173,7 @@ def run_one(plan: Plan, driver: Driver, root: Path) -> Report:
         back_s = answer["back_s"] if answer else report.seconds
         report.seconds = max(0.0, back_s - max(hits[-1], injector.second_s)) if hits else None
         report.orphans = described(waited_until_gone(family.left))
-        report.left = ", ".join(sorted(waited_until_gone(lambda: files_left(driver, family) - files_before)))
+        report.left = ", ".join(sorted(waited_until_gone(lambda: files_left(driver, family, files_before))))
         if driver.process.poll() is None:
             report.left += waited_until_gone(family.descriptors_left)
         report.unreadable = unreadable(folder, answer)
@@ -214,12 +214,13 @@ def watched(report: Report, injector: Injector) -> dict | None:
 
 
 def is_late(plan: Plan, hits: list[float], folder: Path) -> bool:
-    """True when all ranks were through when the last hit came."""
+    """True when all ranks were through when the last hit came, or so soon after that the signal may have been handled
+    by a thread of the driver which had to wait for a processor."""
     try:
         ends = [(folder / f"shutdown-{len(hits) - 1}-{rank}").read_text().split()[0] for rank in range(plan.workers)]
     except FileNotFoundError:
         return False
-    return plan.fault in SIGNALS and bool(hits) and max(map(float, ends)) <= hits[-1]
+    return plan.fault in SIGNALS and bool(hits) and max(map(float, ends)) <= hits[-1] + LATE_S
 
 
 def judge(report: Report, answer: dict | None, driver: Driver, is_late: bool) -> None:

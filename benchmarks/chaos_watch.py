@@ -185,12 +185,24 @@ def is_module(pid: int, name: str) -> bool:
     return name in command_of(pid).split()
 
 
-def files_left(driver: Driver, family: Family) -> set[str]:
-    """What is in the driver's folder for temporary files, and in shared memory by the name of a process of ours."""
+def files_now(driver: Driver) -> set[str]:
+    """What is in the driver's folder for temporary files, and in shared memory."""
     names = [file for file in driver.tmp.rglob("*") if _OF_TORCH not in str(file)]
     shared = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
-    ours = [file for file in shared if (found := _PID_IN_NAME.match(file.name)) and int(found[1]) in family.pids]
-    return {str(file) for file in [*names, *ours]}
+    return {str(file) for file in [*names, *shared]}
+
+
+def files_left(driver: Driver, family: Family, before: set[str]) -> set[str]:
+    """What has come since, but for shared memory without the name of a process of ours. (What was there before may
+    have the number of one by chance: it was given to another process.)"""
+    shared = f"{_SHARED_MEMORY}{os.sep}"
+    new = files_now(driver) - before
+    return {file for file in new if not file.startswith(shared) or _is_of(family, file.removeprefix(shared))}
+
+
+def _is_of(family: Family, name: str) -> bool:
+    found = _PID_IN_NAME.match(name)
+    return found is not None and int(found[1]) in family.pids
 
 
 def waited_until_gone(look) -> object:
