@@ -75,7 +75,11 @@ def listen_to_signals(counters: Counters, on_sigterm: Callable[[], None]) -> Non
     """
     pid = os.getpid()
 
-    def handler(_number: int, _frame: FrameType | None) -> None:
+    def handler(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != pid:  # forked just now, and not at `undo` yet: not this worker is meant
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         start_new_thread(on_sigterm, ())  # the main thread may hold any lock just now
 
     def undo() -> None:
