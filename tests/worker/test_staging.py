@@ -248,4 +248,4 @@ def test_what_needs_trust_is_named_by_its_key() -> None:
     found = foreign_types(state)
     assert sorted(found) == ["deep", "key", "mine", "objects", "path", "type"]
     assert found["deep"] == found["mine"] == f"{__name__}.Custom"
-    assert found["objects"] == "numpy.ndarray"
+    assert found["objects"] == "numpy.ndarray of objects"
