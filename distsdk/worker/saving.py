@@ -1,7 +1,7 @@
 """Saving checkpoints beside the training loop: one at a time, each committed whole or not at all.
 
 The loop waits for a copy of the state, and for the checkpoint before, should that still be under way. Of several ranks
-that report the checkpoint of a step, the first one writes what all have in common.
+that report the checkpoint of a step, rank 0 or the first one writes what all have in common.
 """
 
 from __future__ import annotations

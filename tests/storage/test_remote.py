@@ -15,6 +15,7 @@ from torch import nn
 
 import distsdk
 from distsdk import CheckpointError, Result, UsageError, distributed
+from distsdk.storage import remote
 from distsdk.storage.checkpoints import problem_of
 from distsdk.storage.remote import LocalCopy, RemoteFolder, in_parallel, is_url, local_path, protocol_of
 from distsdk.worker.checkpoint import Checkpoint
@@ -28,9 +29,10 @@ def on_two(fn, **options):
 @pytest.fixture
 def url(tmp_path, monkeypatch):
     monkeypatch.setenv(flaky.PLAN, str(tmp_path / "plan.json"))
-    monkeypatch.setattr("distsdk.storage.remote.WAITS_S", (0.01, 0.01, 0.02, 0.05))
     flaky.plan("", 0)
-    return f"flaky://{tmp_path}/a bucket/run"
+    before, remote.WAITS_S = remote.WAITS_S, (0.01, 0.01, 0.02, 0.05)
+    yield f"flaky://{tmp_path}/a bucket/run"
+    remote.WAITS_S = before
 
 
 def files(url: str) -> set[str]:

@@ -13,23 +13,10 @@ import distsdk
 from distsdk import (
     StopTraining,
     WorkerDied,
-    distributed,
     per_rank,
 )
 from distsdk.driver import group
-
-
-def on(workers, fn, **options):
-    return distributed(workers=workers, gpu=False, logs="none", seed=1, trackers=(), timeout=60, **options)(fn)
-
-
-def rank():
-    return distsdk.context().rank
-
-
-def files_of(checkpoint):
-    folder = Path(checkpoint.path)
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+from tests.worker.saving_runs import on, rank
 
 
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]])
