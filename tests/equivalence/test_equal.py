@@ -8,7 +8,11 @@ from tests.equivalence.runner import bare, compare, one_process, relative_error
 QUICK = {"global": (3,), "per_worker": (2,)}
 """Numbers of workers in the ordinary tests: 3 makes slices uneven and empty. The slow ones run all of 2, 3 and 4."""
 ALL = (2, 3, 4)
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] * case.is_slow) for name, case in scenarios().items()]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (case.is_slow or place % 2))
+    for place, (name, case) in enumerate(scenarios().items())
+]
+"""Every second one is left to the slow tests: each takes a second or more."""
 
 
 def complaints(name, workers_of):

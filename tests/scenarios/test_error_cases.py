@@ -265,7 +265,7 @@ def test_a_keyboard_interrupt_of_the_users_code_is_a_failure_and_interrupts_nobo
     assert "test_error_cases.py:" in shown(ending.error)
 
 
-@pytest.mark.parametrize("runs", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("leaves", [False, True])
 def test_functions_that_return_at_once_on_a_busy_machine(runs: int, leaves: bool) -> None:
     @on_two

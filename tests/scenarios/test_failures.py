@@ -132,7 +132,7 @@ def test_an_exception_that_cannot_travel_has_a_stand_in():
     assert "stand-in" in "\n".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("how", "exit_code", "signal_name", "words"),
     [

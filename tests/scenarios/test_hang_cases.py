@@ -344,6 +344,7 @@ def test_the_stacks_of_a_job_can_be_had_while_it_runs() -> None:
     assert outside_pool() == {}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_loader_processes_that_wait_for_ever(tmp_path: Path) -> None:
     script = """
         import distsdk

@@ -174,6 +174,7 @@ def test_cool_lets_a_run_under_way_end():
     assert_all_gone([agent])
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_the_driver_makes_its_own_pool(tmp_path):
     script = """
 import os, distsdk

@@ -46,7 +46,7 @@ def assert_equal(part: Result[Any], whole: Result[Any], tolerance: float = 0.0) 
         pytest.param(14, Story(has_noise=True, ending="SIGKILL"), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("batch", ["global", "per_worker"])
+@pytest.mark.parametrize("batch", ["global", pytest.param("per_worker", marks=pytest.mark.slow)])
 def test_a_restart_goes_on_as_if_nothing_had_happened(dies_at: int, story: Story, batch: str) -> None:
     whole = on(2, batch)(story)
     part = on(2, batch, max_restarts=1, restart_on=("errors", "deaths"))(replace(story, dies_at=dies_at))

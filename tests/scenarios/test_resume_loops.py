@@ -97,7 +97,9 @@ def assert_equal(part: Result[Any], whole: Result[Any], tolerance: float = 1e-14
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("workers", [(2, 2), (2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize(
+    "workers", [(2, 2), (2, 1), *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 2), (1, 1)))]
+)
 @pytest.mark.parametrize("body", [stream, evaluating])
 def test_it_equals_the_uninterrupted_one(body: Any, workers: tuple[int, int]) -> None:
     stopped = on(workers[0])(body, stops_at=18)

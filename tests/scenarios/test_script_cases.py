@@ -122,7 +122,10 @@ PYTEST_PROJECT = {
 }
 
 
-PYTEST_RUNS = [("prepend", "project", 0), ("prepend", ".", 2), ("importlib", "project", 2), ("importlib", ".", 0)]
+PYTEST_RUNS = [
+    ("prepend", "project", 0), pytest.param("prepend", ".", 2, marks=pytest.mark.slow),
+    pytest.param("importlib", "project", 2, marks=pytest.mark.slow), ("importlib", ".", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "folder", "num_processes"), PYTEST_RUNS)

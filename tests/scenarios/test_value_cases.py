@@ -148,7 +148,9 @@ PLAIN_PICKLE = """
     """
 
 
-@pytest.mark.parametrize(("wrap", "sums"), [(False, (6.0, 6.0)), (True, (4.0, 3.0))])
+@pytest.mark.parametrize(
+    ("wrap", "sums"), [pytest.param(False, (6.0, 6.0), marks=pytest.mark.slow), (True, (4.0, 3.0))]
+)
 def test_plain_pickle_finds_the_classes_of_the_main_script(tmp_path: Path, wrap: bool, sums: tuple[float, ...]) -> None:
     """With `wrap` the rows are shared out and padded: 1, 3 and 2, 1."""
     written(tmp_path, {"job.py": PLAIN_PICKLE.format(wrap=wrap)})

@@ -13,7 +13,7 @@ from tests.worker import programs
 from tests.worker.programs import SEED, Branching, Plain, dataset, flat, on, optimizer_of
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_model", [Plain, Branching])
 def test_equals_ddp_by_hand(make_model, workers):
     values = on(workers, programs.train)(make_model).values
