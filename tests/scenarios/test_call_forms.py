@@ -224,6 +224,7 @@ def test_aio_raises_the_users_own_exception() -> None:
     assert caught.value.result.metrics == {"loss": 0.5}
 
 
+@pytest.mark.slow
 def test_cancelling_the_task_kills_the_run() -> None:
     async def story() -> None:
         task = asyncio.create_task(endless.aio())

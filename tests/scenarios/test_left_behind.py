@@ -77,7 +77,9 @@ def assert_all_gone(pids):
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_the_driver_is_killed(tmp_path, number, start):
     driver, _agent, pids = started_victim(tmp_path, start)
     driver.send_signal(number)
@@ -85,7 +87,7 @@ def test_the_driver_is_killed(tmp_path, number, start):
     assert_all_gone(pids)
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_the_agent_is_killed(tmp_path, start):
     driver, agent, pids = started_victim(tmp_path, start)
     os.kill(agent, signal.SIGKILL)

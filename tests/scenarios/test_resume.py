@@ -57,7 +57,7 @@ def test_a_restart_goes_on_as_if_nothing_had_happened(dies_at: int, story: Story
         assert len(part.value[1]) < len(whole.value[1])
 
 
-@pytest.mark.parametrize("workers", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("workers", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
 @pytest.mark.parametrize("dies_at", [7, pytest.param(13, marks=pytest.mark.slow)])
 def test_another_run_goes_on_with_another_number_of_workers(workers: int, dies_at: int) -> None:
     whole = on(2)(Story())

@@ -52,7 +52,7 @@ EXECUTED = f"exec(compile({NO_FILE!r}, '<string>', 'exec'), {{'__name__': '__mai
 FILELESS_WAYS = {"stdin": (["-"], NO_FILE), "-c": (["-c", NO_FILE], ""), "exec": (["-c", EXECUTED], "")}
 
 
-@pytest.mark.parametrize("way", FILELESS_WAYS)
+@pytest.mark.parametrize("way", ["stdin", "-c", pytest.param("exec", marks=pytest.mark.slow)])
 def test_program_without_a_file_runs_and_its_error_has_name_and_line(tmp_path: Path, way: str) -> None:
     arguments, stdin = FILELESS_WAYS[way]
     lines = printed(arguments, tmp_path, stdin).splitlines()
@@ -123,9 +123,12 @@ PYTEST_PROJECT = {
 
 
 PYTEST_RUNS = [
-    ("prepend", "project", 0), pytest.param("prepend", ".", 2, marks=pytest.mark.slow),
-    pytest.param("importlib", "project", 2, marks=pytest.mark.slow), ("importlib", ".", 0),
-]  # fmt: skip
+    ("importlib", ".", 0),
+    *(
+        pytest.param(*run, marks=pytest.mark.slow)
+        for run in [("prepend", "project", 0), ("prepend", ".", 2), ("importlib", "project", 2)]
+    ),
+]
 
 
 @pytest.mark.parametrize(("mode", "folder", "num_processes"), PYTEST_RUNS)
@@ -151,6 +154,7 @@ def train():
 ]
 
 
+@pytest.mark.slow
 def test_interactive_shell_runs_the_newest_class(tmp_path: Path) -> None:
     script = f"""
         from IPython.core.interactiveshell import InteractiveShell
@@ -259,7 +263,9 @@ RUNNERS = {
 }
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    "runner", ["runpy", *(pytest.param(each, marks=pytest.mark.slow) for each in list(RUNNERS)[1:])]
+)
 def test_runner_that_replaces_the_main_module(tmp_path: Path, runner: str) -> None:
     outer = "import runpy\nrunpy.run_path('job.py', run_name='__main__')"
     written(tmp_path, {"job.py": MAIN_CLASS_JOB, "outer.py": outer})
@@ -325,6 +331,7 @@ UNGUARDED_SPAWN = """
     """
 
 
+@pytest.mark.slow
 def test_script_run_again_by_a_loader_process_starts_no_run_of_its_own(tmp_path: Path) -> None:
     written(tmp_path, {"job.py": UNGUARDED_SPAWN})
     ended = ran(["job.py"], tmp_path)

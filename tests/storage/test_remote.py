@@ -184,6 +184,7 @@ def test_restart(url, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_in_mid_epoch(url):
     whole = on_two(flaky.resumable, batch="global", seed=3)(3)
     broken = on_two(flaky.resumable, batch="global", seed=3, run_dir=url, max_restarts=1)(3, dies_at=5)

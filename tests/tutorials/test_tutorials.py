@@ -61,11 +61,13 @@ def test_metrics_and_checkpoints_are_all_there(tmp_path: Path) -> None:
     assert [row["step"] for row in (*first.history, *second.history)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_unit_testing_passes_under_pytest(tmp_path: Path) -> None:
     assert "4 passed" in printed_by("04_unit_testing.py", tmp_path)
     assert not list(tmp_path.iterdir()), "its tests keep their run folders to themselves"
 
 
+@pytest.mark.slow
 def test_equivalence_is_proved_and_a_mistake_explained(tmp_path: Path) -> None:
     text = printed_by("05_testing_for_equivalence.py", tmp_path)
     assert "4 passed" in text

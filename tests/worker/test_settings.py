@@ -4,6 +4,8 @@ import logging
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import logging, sys
 import torch
@@ -23,6 +25,7 @@ print(train().values == [(torch.float64, True, "highest")] * 2)
 """
 
 
+@pytest.mark.slow
 def test_torch_flags_and_logging(tmp_path):
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr
