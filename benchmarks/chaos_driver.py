@@ -33,18 +33,20 @@ def main() -> None:
     """Until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    number = -1
-    while True:
+    while line := next_line():
+        order = json.loads(line)
         try:
-            line = sys.stdin.readline()
-            if not line:
-                return
-            order = json.loads(line)
-            number = order["plan"]["number"]
             answer = ended(Plan(**order["plan"]), Path(order["folder"]))
         except KeyboardInterrupt:  # it came when the call was over
             answer = {"ending": "completed", "back_s": time.monotonic(), "is_late": True}
-        answers.write(json.dumps({"number": number, **answer}) + "\n")
+        answers.write(json.dumps({"number": order["plan"]["number"], **answer}) + "\n")
+
+
+def next_line() -> str:
+    """The next order; an interrupt that comes when the last one is answered is nobody's."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return sys.stdin.readline()
 
 
 def ended(plan: Plan, folder: Path) -> dict[str, object]:
@@ -57,6 +59,13 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
     except BaseException as caught:
         error = caught
     back_s = time.monotonic()
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):  # a second one, when the first has ended the call
+            return {"back_s": back_s, **answer_of(plan, folder, error, result, neighbour, before)}
+
+
+def answer_of(plan: Plan, folder: Path, error, result, neighbour, before: dict[str, object]) -> dict[str, object]:
+    """What is said of a call that raised `error` or returned `result`."""
     beside = how_ended(neighbour) if neighbour else ""
     if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
         result = result or own(distsdk.last_result(), folder)
@@ -64,7 +73,6 @@ def ended(plan: Plan, folder: Path) -> dict[str, object]:
         result = getattr(error, "result", None)
     return {
         "ending": ending_of(error, result),
-        "back_s": back_s,
         "text": "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", [])])[:2000],
         "has_result": result is not None,
         "status": result.status if result else "",
