@@ -233,11 +233,11 @@ def judge(report: Report, answer: dict | None, driver: Driver, is_late: bool) ->
         report.wrong = f"{report.ending} after {report.hits} hits; right is {' or '.join(sorted(right))}"
     elif answer and answer.get("changed"):
         report.wrong = f"the call has changed the driver's {', '.join(answer['changed'])}"
-    elif answer and not answer.get("is_late") and not answer["has_result"] and not may_lack_result(plan):
+    elif answer and not answer["has_result"] and not may_lack_result(plan):
         report.wrong = "there is no partial Result"
     elif answer and neighbour_problem(plan, answer):
         report.wrong = neighbour_problem(plan, answer)
-    elif report.ending == "completed" and answer and not answer.get("is_late"):
+    elif report.ending == "completed" and answer:
         values = [value for value in answer["values"] if value is not None]
         if any(value != values[0] for value in values):
             report.wrong = f"the ranks began differently: {values}"

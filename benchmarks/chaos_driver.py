@@ -33,44 +33,44 @@ def main() -> None:
     """Until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    while line := next_line():
+    signal.signal(signal.SIGINT, overhear)
+    for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
-        try:
-            answer = ended(Plan(**order["plan"]), Path(order["folder"]))
-        except KeyboardInterrupt:  # it came when the call was over
-            answer = {"ending": "completed", "back_s": time.monotonic(), "is_late": True}
-        answers.write(json.dumps({"number": order["plan"]["number"], **answer}) + "\n")
+        answers.write(json.dumps({"number": order["plan"]["number"], **ended(**order)}) + "\n")
 
 
-def next_line() -> str:
-    """The next order; an interrupt that comes when the last one is answered is nobody's."""
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):
-            return sys.stdin.readline()
+def overhear(_number: int, _frame: object) -> None:
+    """An interrupt between two calls is nobody's."""
 
 
-def ended(plan: Plan, folder: Path) -> dict[str, object]:
+def ended(plan: dict, folder: str) -> dict[str, object]:
     """Make the call of one run; how it ended."""
-    before = surroundings()
+    plan, folder, before = Plan(**plan), Path(folder), surroundings()
     neighbour = called_beside(folder) if plan.neighbour else None
     error, result = None, None
     try:
-        result = called(plan, folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            result = called(plan, folder)
+        finally:
+            was_changed = signal.signal(signal.SIGINT, overhear) is not signal.default_int_handler
     except BaseException as caught:
         error = caught
     back_s = time.monotonic()
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):  # a second one, when the first has ended the call
-            return {"back_s": back_s, **answer_of(plan, folder, error, result, neighbour, before)}
+    is_late = isinstance(error, KeyboardInterrupt) and result is not None  # it came when the call was over
+    error = None if is_late else error
+    answer = answer_of(plan, folder, error, result, neighbour)
+    changed = ["SIGINT"] * was_changed + [name for name, value in surroundings().items() if value != before[name]]
+    return {"back_s": back_s, "changed": changed, **answer}
 
 
-def answer_of(plan: Plan, folder: Path, error, result, neighbour, before: dict[str, object]) -> dict[str, object]:
+def answer_of(plan: Plan, folder: Path, error, result, neighbour) -> dict[str, object]:
     """What is said of a call that raised `error` or returned `result`."""
     beside = how_ended(neighbour) if neighbour else ""
     if isinstance(error, CancelledError) or plan.fault in ("cancel", "stop"):
         result = result or own(distsdk.last_result(), folder)
     elif error is not None:
-        result = getattr(error, "result", None)
+        result = getattr(error, "result", None) or getattr(error.__context__, "result", None)  # a second one came
     return {
         "ending": ending_of(error, result),
         "text": "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", [])])[:2000],
@@ -80,7 +80,6 @@ def answer_of(plan: Plan, folder: Path, error, result, neighbour, before: dict[s
         "values": result.values if result else [],
         "checkpoint": Path(result.checkpoint.path).name if result and result.checkpoint else "",
         "neighbour": beside,
-        "changed": [name for name, value in surroundings().items() if value != before[name]],
     }
 
 
