@@ -40,37 +40,44 @@ def stopping_first(make_job: Callable[[], Job[R]]) -> Iterator[Job[R]]:
 
     before = _installed(on_signal)
     try:
-        job = make_job()
-        if received:  # just before it was there
-            on_signal(received.pop())
-        yield job
-    except BaseException as error:
-        if job is None or (_came_from(job, error) and not received):
-            raise
-        if not _came_from(job, error):
-            _wait_until_stopped(job, f"{type(error).__name__} in the calling program")
-            _finish(error, job)
-            raise
+        try:
+            job = make_job()
+            if received:  # just before it was there
+                on_signal(received.pop())
+            yield job
+        except BaseException as error:
+            if job is None or (_came_from(job, error) and not received):
+                raise
+            if not _came_from(job, error):
+                _wait_until_stopped(job, f"{type(error).__name__} in the calling program")
+                _finish(error, job)
+                raise
+        obey = _obedience(received[0], job) if received else None
     finally:
         for number, handler in reversed(before.items()):  # SIGINT last: it may raise at once
             signal.signal(number, handler)
-    if received:
-        _obey(received[0], job)
+    if obey is not None:
+        obey()
 
 
 def _came_from(job: Job[Any], error: BaseException) -> bool:
     return job.cancelled() or (job.done() and job.exception() is error)
 
 
-def _obey(number: int, job: Job[Any]) -> None:
-    """Do what the signal would have done, now that the job is over."""
-    if number == signal.SIGINT:
-        interrupt = KeyboardInterrupt()
-        _finish(interrupt, job)
+def _obedience(number: int, job: Job[Any]) -> Callable[[], None]:
+    """What does what the signal would have done, now that the job is over. All that takes time is done here, while
+    another signal adds nothing."""
+    if number != signal.SIGINT:
+        tell_stopped(job.path, is_over=True)
+        _flush_streams()
+        return lambda: os.kill(os.getpid(), number)
+    interrupt = KeyboardInterrupt()
+    _finish(interrupt, job)
+
+    def raise_it() -> None:
         raise interrupt
-    tell_stopped(job.path, is_over=True)
-    _flush_streams()
-    os.kill(os.getpid(), number)
+
+    return raise_it
 
 
 def _finish(stopper: BaseException, job: Job[Any]) -> None:

@@ -174,6 +174,23 @@ def test_ctrl_c_at_any_line_of_the_waiting_call() -> None:
     assert place > 10
 
 
+def test_second_ctrl_c_while_the_first_is_answered_takes_nothing_away() -> None:
+    hits = []
+
+    def on_call(frame: FrameType, _event: str, _arg: Any) -> None:
+        if frame.f_code.co_name == "attach_result":
+            hits.append(os.kill(os.getpid(), signal.SIGINT))
+
+    sys.setprofile(on_call)
+    try:
+        error, _ = interrupted(endless)
+    finally:
+        sys.setprofile(None)
+    assert hits
+    assert error.result.status == "interrupted"
+    assert distsdk.last_result() is error.result
+
+
 def raise_system_exit(number: int, _frame: Any) -> None:
     raise SystemExit(128 + number)
 
