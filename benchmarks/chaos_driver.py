@@ -47,7 +47,7 @@ def ended(plan: dict, folder: str) -> dict[str, object]:
     """Make the call of one run; how it ended."""
     plan, folder, before = Plan(**plan), Path(folder), surroundings()
     neighbour = called_beside(folder) if plan.neighbour else None
-    error, result = None, None
+    error, result, was_changed = None, None, False
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

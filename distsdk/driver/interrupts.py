@@ -56,8 +56,8 @@ def stopping_first(make_job: Callable[[], Job[R]]) -> Iterator[Job[R]]:
     finally:
         for number, handler in reversed(before.items()):  # SIGINT last: it may raise at once
             signal.signal(number, handler)
-    if obey is not None:
-        obey()
+    if received:  # or just now, when nothing was to be answered
+        (obey or _obedience(received[0], job))()
 
 
 def _came_from(job: Job[Any], error: BaseException) -> bool:

@@ -167,6 +167,8 @@ def test_ctrl_c_at_any_line_of_the_waiting_call() -> None:
             call()
         except KeyboardInterrupt as error:
             assert hits and type(error) is KeyboardInterrupt
+        else:
+            assert not hits, f"nobody has heard of it: {hits}"
         finally:
             sys.settrace(None)
         assert handlers() == before, hits
