@@ -47,17 +47,22 @@ class Job(Future[Result[R]], Generic[R]):
         self._over = threading.Event()
         self._cancel_lock = threading.Lock()
         self._is_notified = False
-        self._thread = threading.Thread(target=self._live, name=f"distsdk-{self.id}")
+        self.has_begun = False
+        """True from the moment that its thread runs."""
 
     def start(self) -> Job[R]:
         """Begin (done by ``submit``)."""
         under_way.add(self)
+        # The job does not keep its thread: what frees one runs a weakref callback, and CPython loses a Ctrl-C in there.
+        thread = threading.Thread(target=self._live, name=f"distsdk-{self.id}")
         try:
-            self._thread.start()
+            thread.start()
         except BaseException as error:  # no more threads, or an interrupt just here
-            if self._thread.ident is None:
+            if thread.ident is None:
                 self.abandon(error)
             raise
+        finally:
+            self.has_begun = thread.ident is not None
         return self
 
     def abandon(self, error: BaseException) -> None:
@@ -67,11 +72,6 @@ class Job(Future[Result[R]], Generic[R]):
             self._run.abandon()
             self._over.set()
             self._settle(None, error)
-
-    @property
-    def has_begun(self) -> bool:
-        """True from the moment that its thread runs."""
-        return self._thread.ident is not None
 
     @property
     def ending(self) -> Result[Any] | None:

@@ -128,6 +128,25 @@ def test_ctrl_c_at_any_moment_of_a_short_call() -> None:
         assert short(3).values == [3, 3]
 
 
+def test_no_weakref_callback_runs_in_the_calling_thread() -> None:
+    """CPython loses a Ctrl-C that comes while one runs."""
+    call = short.with_options(workers=1)
+    call()
+    seen: list[str] = []
+
+    def on_event(frame: FrameType, event: str, _arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(("/_weakrefset.py", "/weakref.py")):
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(on_event)
+    try:
+        for _ in range(5):
+            call()
+    finally:
+        sys.setprofile(None)
+    assert [name for name in seen if "remove" in name] == []
+
+
 FILES = ("/driver/interrupts.py", "/driver/job.py", "/driver/decorator.py")
 """Where the calling thread is when it has begun a run."""
 
