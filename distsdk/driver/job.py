@@ -48,13 +48,13 @@ class Job(Future[Result[R]], Generic[R]):
         self._cancel_lock = threading.Lock()
         self._is_notified = False
         self.has_begun = False
-        """True from the moment that its thread runs."""
+        """True once its thread has been started."""
 
     def start(self) -> Job[R]:
         """Begin (done by ``submit``)."""
-        under_way.add(self)
         # The job does not keep its thread: what frees one runs a weakref callback, and CPython loses a Ctrl-C in there.
         thread = threading.Thread(target=self._live, name=f"distsdk-{self.id}")
+        under_way.add(self)
         try:
             thread.start()
         except BaseException as error:  # no more threads, or an interrupt just here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import random
@@ -138,12 +139,15 @@ def test_no_weakref_callback_runs_in_the_calling_thread() -> None:
         if event == "call" and frame.f_code.co_filename.endswith(("/_weakrefset.py", "/weakref.py")):
             seen.append(frame.f_code.co_qualname)
 
+    gc.collect()
+    gc.disable()  # what other tests have left is not meant
     sys.setprofile(on_event)
     try:
         for _ in range(5):
             call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert [name for name in seen if "remove" in name] == []
 
 
